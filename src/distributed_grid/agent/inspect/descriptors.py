@@ -1,0 +1,250 @@
+"""Open descriptors of a tree: what each is, what is locked, and for pipes and sockets who has the other end."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from distributed_grid.agent.inspect.plain import from_plain, to_plain
+from distributed_grid.agent.inspect.sockets import SocketInfo, read_sockets
+
+_DELETED = " (deleted)"
+_ANONYMOUS = re.compile(r"anon_inode:\[?([a-z_-]+)\]?")
+_NAMES = {"eventpoll": "epoll", "perf_event": "perf", "io_uring": "io_uring", "uffd": "userfaultfd"}
+_NUMBER = re.compile(r"\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    fd: int
+    #: regular, directory, device, tty, pipe, fifo, inet, unix, netlink, packet, raw, socket (of
+    #: no table: not connected, or of a rare family), memfd, eventfd, epoll, timerfd,
+    #: signalfd, inotify, fanotify, io_uring, userfaultfd, pidfd, perf, bpf…, namespace, unknown
+    kind: str
+    path: str = ""  # as the kernel shows it, without "(deleted)"
+    flags: int = 0  # of open(2)
+    offset: int = 0
+    size_bytes: int = 0
+    inode: int = 0
+    links: int = 1
+    deleted: bool = False
+    mounted: bool = True  # False: on a file system that has no place in the process's own tree of directories
+    locks: tuple[str, ...] = ()
+    #: pipe, fifo, unix socket: inside (only the tree has it), shared (the tree has both ends, outsiders have one too),
+    #: outside (the other end is elsewhere), none (nobody has the other end), unknown
+    peer: str = ""
+    peer_pids: tuple[int, ...] = ()
+    end: str = ""  # of a pipe: read, write, both
+    protocol: str = ""
+    state: str = ""
+    local: str = ""
+    remote: str = ""
+
+    @property
+    def writes(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def direct(self) -> bool:
+        return bool(self.flags & os.O_DIRECT)
+
+    def to_wire(self) -> dict[str, Any]:
+        return to_plain(self)
+
+    @staticmethod
+    def from_wire(data: Mapping[str, Any]) -> OpenFile:
+        return from_plain(OpenFile, data)
+
+
+@dataclass(slots=True)
+class Outsiders:
+    """Who outside of a tree has which pipe or socket; looked up once, and only where it is needed."""
+
+    tree: frozenset[int]
+    unreadable: bool = False  # some processes' descriptors are not ours to see
+    _holders: dict[str, set[int]] | None = field(default=None)
+
+    def holders(self, link: str) -> tuple[int, ...]:
+        if self._holders is None:
+            self._holders = self._scan()
+        return tuple(sorted(self._holders.get(link, ())))
+
+    def _scan(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            if not name.isdigit() or int(name) in self.tree:
+                continue
+            base = f"/proc/{name}/fd"
+            try:
+                for one in os.listdir(base):  # noqa: PTH208
+                    try:
+                        link = os.readlink(f"{base}/{one}")  # noqa: PTH115
+                    except FileNotFoundError:
+                        continue
+                    if link.startswith(("pipe:", "socket:", "/")):
+                        found.setdefault(link, set()).add(int(name))
+            except PermissionError:
+                self.unreadable = True
+            except OSError:
+                continue
+        return found
+
+
+def open_files(pid: int) -> tuple[OpenFile, ...]:
+    """What one process has open; pipes and sockets are not followed yet, see `with_peers`."""
+    try:
+        names = sorted(os.listdir(f"/proc/{pid}/fd"), key=int)  # noqa: PTH208
+    except OSError:
+        return ()
+    found = []
+    mounts = _mounts(pid)
+    for name in names:
+        try:
+            found.append(_open_file(pid, int(name), mounts))
+        except (OSError, ValueError):
+            continue  # closed meanwhile
+    return tuple(found)
+
+
+def may_read(pid: int) -> bool:
+    """Whether its descriptors are ours to see."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
+    except PermissionError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _mounts(pid: int) -> frozenset[str]:
+    try:
+        return frozenset(line.split(" ", 1)[0] for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines())
+    except OSError:
+        return frozenset()
+
+
+def _open_file(pid: int, fd: int, mounts: frozenset[str]) -> OpenFile:
+    link = os.readlink(f"/proc/{pid}/fd/{fd}")  # noqa: PTH115
+    about = os.stat(f"/proc/{pid}/fd/{fd}")  # noqa: PTH116
+    flags = offset = 0
+    mount = ""
+    locks = []
+    for line in Path(f"/proc/{pid}/fdinfo/{fd}").read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name == "pos":
+            offset = int(value)
+        elif name == "flags":
+            flags = int(value, 8)
+        elif name == "mnt_id":
+            mount = value.strip()
+        elif name == "lock":
+            locks.append(" ".join(value.split()[1:4]))  # FLOCK ADVISORY WRITE
+    kind = _kind(link, about.st_mode)
+    mode = flags & os.O_ACCMODE
+    end = protocol = ""
+    if kind in ("pipe", "fifo"):
+        end = {os.O_RDONLY: "read", os.O_WRONLY: "write"}.get(mode, "both")
+    elif kind == "socket":
+        protocol = os.getxattr(f"/proc/{pid}/fd/{fd}", "system.sockprotoname").rstrip(b"\0").decode().lower()
+    return OpenFile(
+        fd=fd, kind=kind, path=link.removesuffix(_DELETED), flags=flags, offset=offset, inode=about.st_ino,
+        size_bytes=about.st_size if stat.S_ISREG(about.st_mode) else 0, links=about.st_nlink,
+        deleted=link.startswith("/") and link.endswith(_DELETED) and kind != "memfd", locks=tuple(locks), end=end,
+        protocol=protocol, mounted=kind not in ("regular", "directory") or not mounts or mount in mounts,
+    )  # fmt: skip
+
+
+def _kind(link: str, mode: int) -> str:
+    if link.startswith("pipe:["):
+        return "pipe"
+    if link.startswith("socket:["):
+        return "socket"
+    if anonymous := _ANONYMOUS.match(link):
+        name = anonymous.group(1)
+        return _NAMES.get(name, name)
+    if link.startswith("/memfd:"):
+        return "memfd"
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        if link.endswith("/ptmx"):
+            return "device"
+        return "tty" if link.startswith(("/dev/pts/", "/dev/tty", "/dev/console")) else "device"
+    if stat.S_ISFIFO(mode):
+        return "fifo"
+    if stat.S_ISDIR(mode):
+        return "directory"
+    if link.startswith("/"):
+        return "regular"
+    return "namespace" if _NUMBER.search(link) else "unknown"
+
+
+def with_peers(files: dict[int, tuple[OpenFile, ...]], outsiders: Outsiders) -> dict[int, tuple[OpenFile, ...]]:
+    """The same descriptors of a whole tree, with pipes and sockets followed to their other ends."""
+    ends: dict[str, set[str]] = {}
+    inside: set[int] = set()
+    for each in files.values():
+        for one in each:
+            if one.kind in ("pipe", "fifo"):
+                ends.setdefault(one.path, set()).update({"read", "write"} if one.end == "both" else {one.end})
+            elif one.kind == "socket":
+                inside.add(one.inode)
+    tables: dict[str, dict[int, SocketInfo]] = {}
+    done: dict[int, tuple[OpenFile, ...]] = {}
+    for pid, each in files.items():
+        followed = []
+        for one in each:
+            if one.kind in ("pipe", "fifo"):
+                one = _follow_pipe(one, ends[one.path], outsiders)
+            elif one.kind == "socket":
+                one = _follow_socket(one, _table(pid, tables), inside, outsiders)
+            followed.append(one)
+        done[pid] = tuple(followed)
+    return done
+
+
+def _table(pid: int, tables: dict[str, dict[int, SocketInfo]]) -> dict[int, SocketInfo]:
+    try:
+        namespace = os.readlink(f"/proc/{pid}/ns/net")  # noqa: PTH115
+    except OSError:
+        namespace = ""
+    if namespace not in tables:
+        tables[namespace] = read_sockets(pid)
+    return tables[namespace]
+
+
+def _follow_pipe(one: OpenFile, ends: set[str], outsiders: Outsiders) -> OpenFile:
+    holders = outsiders.holders(one.path)
+    if ends == {"read", "write"}:
+        peer = "shared" if holders else "inside"
+    elif holders:
+        peer = "outside"
+    else:
+        peer = "unknown" if outsiders.unreadable else "none"
+    return replace(one, peer=peer, peer_pids=holders)
+
+
+def _follow_socket(
+    one: OpenFile, table: dict[int, SocketInfo], inside: set[int], outsiders: Outsiders
+) -> OpenFile:
+    info = table.get(one.inode)
+    if info is None:  # never bound or connected, or of a family without a table
+        return replace(one, state="CLOSE")
+    peer, holders = "", tuple[int, ...]()
+    if info.kind == "unix":
+        if info.peer_inode is None:
+            peer = "unknown" if info.state == "ESTABLISHED" else "none"
+        elif info.peer_inode == 0:
+            peer = "none"
+        elif info.peer_inode in inside:
+            peer = "inside"
+        else:
+            peer, holders = "outside", outsiders.holders(f"socket:[{info.peer_inode}]")
+    return replace(
+        one, kind=info.kind, protocol=info.protocol, state=info.state, local=info.local, remote=info.remote,
+        path=info.local if info.kind == "unix" else one.path, peer=peer, peer_pids=holders,
+    )  # fmt: skip

@@ -1,0 +1,194 @@
+"""Puts a frozen tree right again when CRIU died in the middle of its dump.
+
+While it dumps, CRIU runs code of its own in the process: registers, signal masks and a few bytes of the program are not
+the program's. Killed then, it leaves them so, and the process would die as soon as it runs on. So they are written down
+before the dump (`save`), in a file that outlives the mover, and put back if CRIU did not come to its end (`cure`).
+Only a thread that stands in foreign code gets its registers back: one that somebody woke runs on from where it is.
+
+Between the system calls that CRIU has the process make, each thread stands at a SIGTRAP of CRIU's, which the kernel
+would deliver, deadly, when CRIU is killed. A blocked one stays pending instead, so SIGTRAP is blocked from `save` to
+`cure`, and `images.unblock` takes that out of the images.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distributed_grid.agent.moving.ptrace import (
+    CONT,
+    GETREGS,
+    SETREGS,
+    WALL,
+    Regs,
+    get_mask,
+    maps,
+    ptrace,
+    set_mask,
+    stopped,
+    traced,
+)
+from distributed_grid.agent.moving.state import identity, named, read_json, write_json
+from distributed_grid.core.process import ProcessId
+
+NAME = "before.json"  # beside the images
+_GETREGSET, _SETREGSET, _POKEUSER = 0x4204, 0x4205, 6
+_XSTATE, _XSTATE_BYTES = 0x202, 1 << 15
+_DEBUG_CONTROL = 848 + 7 * 8  # u_debugreg[7]: a breakpoint that CRIU set would end the process
+_CODE_BYTES = 16  # what CRIU writes at the start of the first executable mapping
+_PARASITE = "memfd:CRIUMFD"
+_SYS_CLOSE, _SYS_MPROTECT, _SYS_MUNMAP = 3, 10, 11
+TRAP = 1 << signal.SIGTRAP - 1
+_ALL_SIGNALS = 2**64 - 1 & ~(1 << 8 | 1 << 18)  # but SIGKILL and SIGSTOP, as the kernel keeps it
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_uint64), ("size", ctypes.c_uint64)]
+
+
+def save(tree: list[int], path: Path) -> None:
+    """Write down what each stopped process looks like, then block SIGTRAP; OSError if one is gone or traced."""
+    processes = [_describe(pid) for pid in tree]
+    write_json(path, {"processes": processes})
+    for process in processes:
+        for tid, before in process["threads"].items():
+            with traced(int(tid)):
+                set_mask(int(tid), before["mask"] | TRAP)
+
+
+def unblocked(path: Path) -> list[int]:
+    """The threads that did not block SIGTRAP by themselves."""
+    processes = (read_json(path) or {}).get("processes", [])
+    return [int(tid) for one in processes for tid, before in one["threads"].items() if not before["mask"] & TRAP]
+
+
+def cure(path: Path) -> list[str]:
+    """Put right what a dead CRIU left; what was done, empty if nothing was amiss. The file goes."""
+    told: list[str] = []
+    for before in (read_json(path) or {}).get("processes", []):
+        who = named(before)
+        if who and who.is_alive():
+            told += _cure_one(who, before)
+    path.unlink(missing_ok=True)
+    return told
+
+
+def _describe(pid: int) -> dict[str, Any]:
+    areas = [(start, end, permissions) for start, end, permissions, _, _ in maps(pid)]
+    code_at = next(start for start, _, permissions in areas if "x" in permissions)
+    return {
+        **identity(pid), "areas": areas, "code_at": code_at, "code": _peek(pid, code_at).hex(), "fds": _fds(pid),
+        "threads": {str(tid): _registers(tid) for tid in _threads(pid)},
+    }  # fmt: skip
+
+
+def _threads(pid: int) -> list[int]:
+    return sorted(int(one.name) for one in Path(f"/proc/{pid}/task").iterdir())
+
+
+def _fds(pid: int) -> list[int]:
+    return sorted(int(one.name) for one in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _peek(pid: int, at: int) -> bytes:
+    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        memory.seek(at)
+        return memory.read(_CODE_BYTES)
+
+
+def _registers(tid: int) -> dict[str, Any]:
+    with traced(tid):
+        regs = Regs()
+        ptrace(GETREGS, tid, 0, ctypes.addressof(regs))
+        space = ctypes.create_string_buffer(_XSTATE_BYTES)
+        vector = _Iovec(ctypes.addressof(space), _XSTATE_BYTES)
+        ptrace(_GETREGSET, tid, _XSTATE, ctypes.addressof(vector))
+        return {"regs": bytes(regs).hex(), "xstate": space.raw[: vector.size].hex(), "mask": get_mask(tid)}
+
+
+# What is amiss
+
+
+def _cure_one(who: ProcessId, before: dict[str, Any]) -> list[str]:
+    pid, told = who.pid, []
+    code, code_at = bytes.fromhex(before["code"]), before["code_at"]
+    patched = _peek(pid, code_at) != code
+    own = [(start, end) for start, end, permissions, _, name in maps(pid)
+           if "x" in permissions and _PARASITE not in name]  # fmt: skip
+
+    def foreign(ip: int) -> bool:
+        return not any(start <= ip < end for start, end in own) or (patched and code_at <= ip < code_at + _CODE_BYTES)
+
+    moved = [tid for tid in _threads(pid) if str(tid) in before["threads"]
+             and _put_back(tid, before["threads"][str(tid)], foreign)]  # fmt: skip
+    if moved:
+        told.append(f"registers of {len(moved)} threads of process {pid}")
+    if patched:
+        with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
+            memory.seek(code_at)
+            memory.write(code)
+        told.append(f"code of process {pid}")
+    left = _left_over(pid, before, everything=bool(moved))
+    if left:
+        with stopped(pid) as held:
+            for call in left:
+                held.call(*call)
+        told.append(f"{len(left)} leftovers in process {pid}")
+    return told
+
+
+def _put_back(tid: int, before: dict[str, Any], foreign: Callable[[int], bool]) -> bool:
+    """Whether the thread stood in foreign code, or with every signal blocked; it is as it was now."""
+    with traced(tid):
+        regs = Regs()
+        ptrace(GETREGS, tid, 0, ctypes.addressof(regs))
+        mask, astray = get_mask(tid), foreign(regs.rip)
+        if astray:
+            ptrace(_POKEUSER, tid, _DEBUG_CONTROL, 0)
+            xstate = ctypes.create_string_buffer(bytes.fromhex(before["xstate"]))
+            vector = _Iovec(ctypes.addressof(xstate), len(xstate) - 1)
+            ptrace(_SETREGSET, tid, _XSTATE, ctypes.addressof(vector))
+            old = Regs.from_buffer_copy(bytes.fromhex(before["regs"]))
+            ptrace(SETREGS, tid, 0, ctypes.addressof(old))
+        astray = astray or (mask == _ALL_SIGNALS and before["mask"] != _ALL_SIGNALS)
+        if not before["mask"] & TRAP:
+            _discard_trap(tid)
+        set_mask(tid, before["mask"] if astray else mask & ~TRAP | before["mask"] & TRAP)
+        return bool(astray)
+
+
+def _discard_trap(tid: int) -> None:
+    """A SIGTRAP of CRIU's that is pending is taken here and not delivered; no instruction runs meanwhile."""
+    while _pending(tid) & TRAP:
+        set_mask(tid, _ALL_SIGNALS & ~TRAP)
+        ptrace(CONT, tid)
+        _, status = os.waitpid(tid, WALL)
+        if not os.WIFSTOPPED(status):
+            raise ProcessLookupError(f"thread {tid} ended")
+
+
+def _pending(tid: int) -> int:
+    return int(Path(f"/proc/{tid}/status").read_text().split("SigPnd:")[1].split()[0], 16)
+
+
+def _left_over(pid: int, before: dict[str, Any], everything: bool) -> list[tuple[int, ...]]:
+    """System calls that remove what CRIU made in the process; without `everything` only what bears its name."""
+    calls: list[tuple[int, ...]] = []
+    had = {(start, end): permissions for start, end, permissions in before["areas"]}
+    for start, end, permissions, _, name in maps(pid):
+        if _PARASITE in name:
+            calls.append((_SYS_MUNMAP, start, end - start))
+        elif everything and had.get((start, end), permissions) != permissions:
+            calls.append((_SYS_MPROTECT, start, end - start, _protection(had[start, end])))
+    for fd in _fds(pid):
+        if fd not in before["fds"] and (everything or _PARASITE in str(Path(f"/proc/{pid}/fd/{fd}").readlink())):
+            calls.append((_SYS_CLOSE, fd))
+    return calls
+
+
+def _protection(permissions: str) -> int:
+    return sum(bit for letter, bit in (("r", 1), ("w", 2), ("x", 4)) if letter in permissions)

@@ -1,0 +1,96 @@
+"""What a tree has open that a move must treat with care: output files, pipes to outsiders, a terminal, its session."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distributed_grid.core.errors import Refused
+from distributed_grid.core.process import read_stat
+
+_STREAMS = {1: "stdout", 2: "stderr"}
+
+
+@dataclass
+class TreeFacts:
+    #: Each: key (CRIU's name), stream (file name in the spool), kind ("file" or "pipe"), write, path, position
+    streams: list[dict[str, Any]] = field(default_factory=list)
+    terminal: str = ""
+    shell_job: bool = False
+    uid: int = 0
+    gid: int = 0
+    argv: list[str] = field(default_factory=list)
+    cwd: str = "/"
+
+
+def descriptors(pid: int) -> list[tuple[int, str, int, int]]:
+    """`(number, link, open flags, position)` of each open descriptor."""
+    found = []
+    try:
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return []  # a child that ended meanwhile
+    for entry in entries:
+        name = entry.name
+        try:
+            link = str(entry.readlink())
+            info = Path(f"/proc/{pid}/fdinfo/{name}").read_text().split()
+        except OSError:
+            continue
+        found.append((int(name), link, int(info[info.index("flags:") + 1], 8), int(info[info.index("pos:") + 1])))
+    return sorted(found)
+
+
+def tree_facts(pids: list[int], *, redirect: bool = True) -> TreeFacts:
+    """Read off /proc; `pids` parents first. Refuses a tree whose session cannot be carried."""
+    facts = TreeFacts()
+    root = pids[0]
+    writers: dict[str, bool] = {}  # path -> every open of it is write-only
+    pipes: dict[str, set[int]] = {}
+    first: dict[str, tuple[int, int]] = {}  # link -> (descriptor, position) in the root, else in the first that has it
+    for pid in pids:
+        for number, link, flags, position in descriptors(pid):
+            mode = flags & os.O_ACCMODE
+            if link.startswith("pipe:["):
+                pipes.setdefault(link, set()).update({0, 1} if mode == os.O_RDWR else {mode})
+                first.setdefault(link, (number, position))
+            elif link.startswith(("/dev/pts/", "/dev/tty")) and not facts.terminal:
+                facts.terminal = link
+            elif link.startswith("/") and not link.endswith(" (deleted)"):
+                writers[link] = writers.get(link, True) and mode == os.O_WRONLY
+                first.setdefault(link, (number, position))
+    for link, (number, position) in first.items():
+        if link.startswith("pipe:["):
+            if pipes[link] != {0, 1}:
+                facts.streams.append(
+                    {"key": link, "stream": _STREAMS.get(number, f"fd{number}"), "kind": "pipe",
+                     "write": 1 in pipes[link]}
+                )  # fmt: skip
+        elif redirect and number in _STREAMS and writers[link] and _is_plain_file(root, number):
+            facts.streams.append(
+                {"key": link.lstrip("/"), "stream": _STREAMS[number], "kind": "file", "write": True, "path": link,
+                 "position": position}
+            )  # fmt: skip
+    about = read_stat(root)
+    if about is None:
+        raise Refused(f"process {root} is gone", code="gone")
+    if about.session == 0:
+        raise Refused(
+            "its session leader is outside of its pid namespace", hint="start it with setsid", code="criu-session"
+        )
+    facts.shell_job = bool(facts.terminal) or about.session not in pids
+    owner = Path(f"/proc/{root}").stat()
+    facts.uid, facts.gid = owner.st_uid, owner.st_gid
+    facts.argv = Path(f"/proc/{root}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    facts.cwd = str(Path(f"/proc/{root}/cwd").readlink())
+    return facts
+
+
+def _is_plain_file(pid: int, number: int) -> bool:
+    try:
+        return stat.S_ISREG(Path(f"/proc/{pid}/fd/{number}").stat().st_mode)
+    except OSError:
+        return False

@@ -1,0 +1,135 @@
+"""The few facts we need out of CRIU's image files: which pages are lazy, which pids are inside."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from distributed_grid.agent.moving.ranges import PAGE_BYTES, Range
+
+PARENT, LAZY, PRESENT = 1, 2, 4
+_MAGIC_BYTES = 8  # common magic, then the kind
+
+
+def varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+
+
+def fields(data: bytes) -> dict[int, list[int | bytes]]:
+    """Protobuf without a schema: number -> values, nested messages as bytes."""
+    found: dict[int, list[int | bytes]] = {}
+    at = 0
+    while at < len(data):
+        key, at = varint(data, at)
+        kind = key & 7
+        value: int | bytes
+        if kind == 0:
+            value, at = varint(data, at)
+        elif kind == 2:
+            size, at = varint(data, at)
+            value, at = data[at : at + size], at + size
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+            value, at = int.from_bytes(data[at : at + size], "little"), at + size
+        else:
+            raise ValueError(f"unknown wire type {kind}")
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def messages(path: Path) -> list[bytes]:
+    data = path.read_bytes()
+    found, at = [], _MAGIC_BYTES
+    while at < len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        found.append(data[at + 4 : at + 4 + size])
+        at += 4 + size
+    return found
+
+
+def _number(found: dict[int, list[int | bytes]], *keys: int) -> int | None:
+    for key in keys:
+        if key in found:
+            value = found[key][0]
+            assert isinstance(value, int)
+            return value
+    return None
+
+
+def pagemap(path: Path) -> list[tuple[int, int, int]]:
+    """`(address, pages, flags)` of each extent of pagemap-PID.img."""
+    entries = []
+    for message in messages(path)[1:]:
+        one = fields(message)
+        flags = _number(one, 4)
+        if flags is None:
+            flags = PARENT if _number(one, 3) else PRESENT
+        # Field 5 is the 64-bit count of CRIU 4.2; 2 the older 32-bit one.
+        entries.append((_number(one, 1) or 0, _number(one, 5, 2) or 0, flags))
+    return entries
+
+
+def lazy_extents(path: Path) -> list[Range]:
+    """What the image leaves to be fetched by address, sorted."""
+    return sorted(
+        (address, address + pages * PAGE_BYTES)
+        for address, pages, flags in pagemap(path)
+        if flags & LAZY and not flags & PRESENT
+    )
+
+
+def lazy_by_pid(image_dir: Path) -> dict[int, list[Range]]:
+    found = {}
+    for path in image_dir.glob("pagemap-*.img"):
+        name = path.stem.removeprefix("pagemap-")
+        if name.isdigit():
+            found[int(name)] = lazy_extents(path)
+    return found
+
+
+def pids(image_dir: Path) -> list[int]:
+    """The pids of the processes in the image, as they see themselves; the root first."""
+    found = []
+    for message in messages(image_dir / "pstree.img"):
+        pid = _number(fields(message), 1)
+        if pid is not None:
+            found.append(pid)
+    return found
+
+
+def unblock(image_dir: Path, tids: list[int], signal_bit: int) -> None:
+    """Take a signal out of the masks of these threads, in place: one bit, in the last seven of the number."""
+    for tid in tids:
+        path = image_dir / f"core-{tid}.img"
+        data = bytearray(path.read_bytes())
+        core = _MAGIC_BYTES + 4, len(data)
+        for outer, inner in ((3, 5), (5, 6)):  # task_core_entry.blk_sigset, thread_core_entry.blk_sigset
+            for at, end in _places(data, *core, outer):
+                for mask_at, _ in _places(data, at, end, inner):
+                    data[mask_at] &= ~signal_bit
+        path.write_bytes(data)
+
+
+def _places(data: bytes | bytearray, at: int, end: int, wanted: int) -> list[tuple[int, int]]:
+    """Where the values of a field lie in a message."""
+    found = []
+    while at < end:
+        key, at = varint(data, at)
+        kind, begin = key & 7, at
+        if kind == 0:
+            _, at = varint(data, at)
+        elif kind == 2:
+            size, begin = varint(data, at)
+            at = begin + size
+        else:
+            at += 8 if kind == 1 else 4
+        if key >> 3 == wanted:
+            found.append((begin, at))
+    return found

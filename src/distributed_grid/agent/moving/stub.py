@@ -1,0 +1,202 @@
+# ruff: noqa: PTH104, PTH108, PTH110
+"""The stub: stays in the place of a moved process; writes its output, passes on signals, ends with its exit code.
+
+Exec'd in place, so it has the process's pid, parent and standard descriptors. Run as `python -I -S stub.py DIR LABEL…`
+(the label is for whoever reads `ps`). Listens on DIR/stub.sock; one JSON object per line and direction:
+
+    {"op": "hello"}                                 -> {"pid", "offsets": {"1": n, "2": n}}, then {"signal", "number"},
+                                                       counted from 1, for each that the program has not got yet
+    {"op": "heard", "upto"}                         -> {"ok": true}; it has got these: they are not told again
+    {"op": "write", "fd", "offset", "data": base64} -> {"offsets"}; what was written before is skipped, a gap refused
+    {"op": "exit", "code", "signal"}                -> {"ok": true}, and it ends so
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import sys
+
+STOPPING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+RELAYED = {
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+    signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGURG, signal.SIGIO,
+}  # fmt: skip
+
+
+class Stub:
+    def __init__(self, directory: str) -> None:
+        self.offsets = {1: 0, 2: 0}
+        self.broken: set[int] = set()  # streams that nobody reads any more
+        self.caught: list[int] = []  # signals, but for the first `heard`
+        self.heard = self.told = 0  # how many reached the program, how many the listener was told of
+        self.writing = False
+        self.listener: socket.socket | None = None  # who hears of signals
+        self.clients: dict[int, socket.socket] = {}
+        self.pending: dict[int, bytes] = {}
+        self.wake, writing = os.pipe()
+        for fd in (self.wake, writing):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        # Everything is blocked since before the exec; the SIGCONT that woke us is ours and has no handler yet.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCONT})
+        for number in RELAYED:
+            signal.signal(number, self.on_signal)
+        signal.signal(signal.SIGCHLD, self.on_child)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        path = f"{directory}/stub.sock"
+        if os.path.exists(f"{path}.new"):
+            os.unlink(f"{path}.new")
+        self.server = socket.socket(socket.AF_UNIX)
+        os.umask(0o077)
+        self.server.bind(f"{path}.new")
+        self.server.listen(8)
+        os.rename(f"{path}.new", path)  # who sees it can connect
+        self.poll = select.poll()
+        self.poll.register(self.server, select.POLLIN)
+        self.poll.register(self.wake, select.POLLIN)
+
+    def on_signal(self, number: int, _: object) -> None:
+        self.caught.append(number)
+        # Else the main loop tells; not if a reader that does not read holds that up, or if we are about to stop.
+        if self.writing or number in STOPPING:
+            self.tell_signals()
+        if number in STOPPING:
+            os.kill(os.getpid(), signal.SIGSTOP)  # a shell's Ctrl-Z stops us as well as the one it is meant for
+
+    def on_child(self, *_: object) -> None:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
+    def tell_signals(self) -> None:
+        """In order, each in a line of its own: no handler interrupts this."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, RELAYED)
+        try:
+            while self.listener and self.told < self.heard + len(self.caught):
+                number = self.caught[self.told - self.heard]
+                self.told += 1
+                line = json.dumps({"signal": number, "number": self.told})
+                try:
+                    self.listener.sendall(line.encode() + b"\n")
+                except OSError:
+                    self.listener = None  # who says hello next is told again
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def hear(self, upto: int) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, RELAYED)
+        done = max(0, min(upto - self.heard, len(self.caught)))
+        del self.caught[:done]
+        self.heard += done
+        self.told = max(self.told, self.heard)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def run(self) -> None:
+        while True:
+            for fd, _ in self.poll.poll():
+                if fd == self.wake:
+                    try:
+                        os.read(fd, 4096)
+                    except BlockingIOError:
+                        pass
+                elif fd == self.server.fileno():
+                    client, _ = self.server.accept()
+                    self.clients[client.fileno()] = client
+                    self.pending[client.fileno()] = b""
+                    self.poll.register(client, select.POLLIN)
+                else:
+                    self.serve(fd)
+            self.tell_signals()
+
+    def serve(self, fd: int) -> None:
+        client = self.clients[fd]
+        try:
+            data = client.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            self.poll.unregister(client)
+            if self.listener is client:
+                self.listener = None
+            del self.clients[fd], self.pending[fd]
+            client.close()
+            return
+        *lines, self.pending[fd] = (self.pending[fd] + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            try:
+                answer = self.answer(client, request)
+            except OSError as error:
+                answer = {"error": os.strerror(error.errno or 0), "errno": error.errno, "offsets": self.offsets}
+            try:
+                client.sendall(json.dumps(answer).encode() + b"\n")
+            except OSError:
+                pass
+            if request["op"] == "exit":
+                self.end(request)
+
+    def answer(self, client: socket.socket, request: dict[str, object]) -> dict[str, object]:
+        if request["op"] == "hello":
+            self.listener, self.told = client, self.heard
+            return {"pid": os.getpid(), "offsets": self.offsets}
+        if request["op"] == "write":
+            fd, offset = int(str(request["fd"])), int(str(request["offset"]))
+            data = base64.b64decode(str(request["data"]))
+            if offset > self.offsets[fd]:
+                return {"error": "gap", "offsets": self.offsets}
+            self.write(fd, memoryview(data)[self.offsets[fd] - offset :])
+            return {"offsets": self.offsets}
+        if request["op"] == "heard":
+            self.hear(int(str(request["upto"])))
+        return {"ok": request["op"] in ("exit", "heard")}
+
+    def write(self, fd: int, view: memoryview) -> None:
+        self.writing = True
+        try:
+            while view:
+                try:
+                    done = os.write(fd, view)
+                except OSError as error:
+                    if not self.is_broken(fd, error.errno):
+                        raise
+                    done = len(view)  # nobody will ever read it: it must not keep us from ending
+                self.offsets[fd] += done
+                view = view[done:]
+        finally:
+            self.writing = False
+
+    def is_broken(self, fd: int, code: int | None) -> bool:
+        """Whether its reader is gone for good: a closed pipe or terminal. The program gets the SIGPIPE that is due."""
+        gone = code in (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
+        gone = gone or (code == errno.EIO and not stat.S_ISREG(os.fstat(fd).st_mode))
+        if code == errno.EPIPE and fd not in self.broken:
+            self.broken.add(fd)
+            self.caught.append(signal.SIGPIPE)
+        return gone
+
+    def end(self, request: dict[str, object]) -> None:
+        number = int(str(request.get("signal") or 0))
+        if number:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        os._exit(int(str(request.get("code") or 0)) & 255)
+
+
+if __name__ == "__main__":
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.chdir("/")
+    ctypes.CDLL(None).prctl(15, b"grid-stub", 0, 0, 0)
+    Stub(sys.argv[1]).run()

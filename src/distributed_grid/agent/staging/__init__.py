@@ -1,0 +1,1 @@
+"""Files of a moved process: looked at, sent, kept by their content, and written only beneath agreed directories."""

@@ -1,0 +1,1 @@
+"""Measuring: what a node has, what it uses, which process uses it, and how that went over time."""

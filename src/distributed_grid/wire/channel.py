@@ -1,0 +1,246 @@
+"""Length-limited frames; over TCP both ends prove that they know the cluster's secret, and every frame is sealed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from distributed_grid.core.errors import Refused, Unavailable, UsageError
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+#: What a stranger may make us hold before it has proved that it knows the secret.
+HANDSHAKE_FRAME_BYTES = 1024
+HANDSHAKE_LIMIT_S = 10.0
+CLOSE_LIMIT_S = 5.0
+_MAGIC = b"GRIDWIRE1"
+_LENGTH = struct.Struct("!I")
+_NONCE_BYTES = 32
+_SEAL_BYTES = 16
+
+
+class ChannelClosed(Unavailable):
+    """The other end is gone, or said something that is not ours."""
+
+    code = "connection-lost"
+
+
+class Channel:
+    """Frames over an asyncio stream; `seal` and `unseal` are set once the handshake is done."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._sealer: _Sealer | None = None
+        self._send_lock = asyncio.Lock()
+        self.limit_bytes = MAX_FRAME_BYTES
+        self.peer = peer
+
+    async def send(self, data: bytes) -> None:
+        if len(data) > MAX_FRAME_BYTES - _SEAL_BYTES:  # before it is sealed: the line stays in step and can go on
+            raise UsageError(
+                f"a message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}", code="message-too-long"
+            )
+        async with self._send_lock:
+            if self._sealer:
+                data = self._sealer.seal(data)
+            try:
+                self._writer.write(_LENGTH.pack(len(data)) + data)
+                await self._writer.drain()
+            except (OSError, RuntimeError) as error:  # a host that is gone is no ConnectionError
+                raise ChannelClosed(f"lost the connection to {self.peer}", cause=str(error)) from None
+
+    async def recv(self) -> bytes:
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > self.limit_bytes:
+                raise ChannelClosed(f"{self.peer} announced a message of {length} bytes", code="message-too-long")
+            data = await self._reader.readexactly(length)
+        except (OSError, asyncio.IncompleteReadError, RuntimeError) as error:
+            raise ChannelClosed(f"lost the connection to {self.peer}", cause=str(error)) from None
+        return self._sealer.unseal(data, self.peer) if self._sealer else data
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            self._writer.close()
+
+    async def wait_closed(self) -> None:
+        try:
+            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_LIMIT_S)
+        except TimeoutError:  # what was still to be sent can't be: whoever waits for that is let go
+            self._writer.transport.abort()
+        except OSError:
+            pass
+
+    def peer_credentials(self) -> tuple[int, int]:
+        """(uid, pid) of the process at the other end of a unix socket, from the kernel."""
+        sock: socket.socket = self._writer.get_extra_info("socket")
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _gid = struct.unpack("3i", raw)
+        return uid, pid
+
+
+class _Sealer:
+    """AES-GCM with one key per direction; the nonce is a counter, so a frame can't be replayed or reordered."""
+
+    def __init__(self, send_key: bytes, recv_key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._send, self._recv = AESGCM(send_key), AESGCM(recv_key)
+        self._sent = self._received = 0
+
+    def seal(self, data: bytes) -> bytes:
+        self._sent += 1
+        return self._send.encrypt(self._sent.to_bytes(12, "big"), data, None)
+
+    def unseal(self, data: bytes, peer: str) -> bytes:
+        from cryptography.exceptions import InvalidTag
+
+        self._received += 1
+        try:
+            return self._recv.decrypt(self._received.to_bytes(12, "big"), data, None)
+        except InvalidTag:
+            raise ChannelClosed(f"a message from {peer} was changed on the way") from None
+
+
+def read_secret(token_path: Path) -> bytes:
+    """The agents' secret, derived from Ray's token so that one file of mode 0600 is all a node needs."""
+    return hmac.digest(token_path.read_bytes().strip(), b"distributed-grid agent channel", "sha256")
+
+
+def _mac(secret: bytes, who: bytes, nonces: bytes) -> bytes:
+    return hmac.new(secret, _MAGIC + who + nonces, hashlib.sha256).digest()
+
+
+async def connect(host: str, port: int, secret: bytes, timeout_s: float = HANDSHAKE_LIMIT_S) -> Channel:
+    peer = f"{host}:{port}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            channel = Channel(reader, writer, peer)
+            try:
+                await _handshake_as_client(channel, secret)
+            except BaseException:
+                channel.close()
+                await channel.wait_closed()
+                raise
+            return channel
+    except TimeoutError:
+        raise Unavailable(f"{peer} did not answer within {timeout_s:g} s", code="unreachable") from None
+    except OSError as error:
+        raise Unavailable(f"can't reach {peer}", cause=error.strerror or str(error), code="unreachable") from None
+
+
+async def _handshake_as_client(channel: Channel, secret: bytes) -> None:
+    channel.limit_bytes = HANDSHAKE_FRAME_BYTES
+    greeting = await channel.recv()
+    if not greeting.startswith(_MAGIC) or len(greeting) != len(_MAGIC) + _NONCE_BYTES:
+        raise ChannelClosed(f"{channel.peer} is not one of our agents")
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    nonces = greeting[len(_MAGIC) :] + mine
+    await channel.send(mine + _mac(secret, b"client", nonces))
+    if not hmac.compare_digest(await channel.recv(), _mac(secret, b"server", nonces)):
+        raise ChannelClosed(f"{channel.peer} does not know this cluster's token", code="wrong-token")
+    channel._sealer = _Sealer(_mac(secret, b"c2s", nonces), _mac(secret, b"s2c", nonces))
+    channel.limit_bytes = MAX_FRAME_BYTES
+
+
+async def _handshake_as_server(channel: Channel, secret: bytes) -> None:
+    channel.limit_bytes = HANDSHAKE_FRAME_BYTES
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    await channel.send(_MAGIC + mine)
+    answer = await channel.recv()
+    nonces = mine + answer[:_NONCE_BYTES]
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _mac(secret, b"client", nonces)):
+        raise ChannelClosed("the other end does not know this cluster's token", code="wrong-token")
+    await channel.send(_mac(secret, b"server", nonces))
+    channel._sealer = _Sealer(_mac(secret, b"s2c", nonces), _mac(secret, b"c2s", nonces))
+    channel.limit_bytes = MAX_FRAME_BYTES
+
+
+OnChannel = Callable[[Channel], Awaitable[None]]
+
+
+class Listener:
+    """A listening socket; each accepted channel is handled in a task of its own, all ended by `close`."""
+
+    def __init__(self, on_channel: OnChannel, handshake: OnChannel | None) -> None:
+        self._on_channel = on_channel
+        self._handshake = handshake
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = writer.get_extra_info("peername")
+        peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "the local socket"
+        task = asyncio.get_running_loop().create_task(self._handle(Channel(reader, writer, peer)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, channel: Channel) -> None:
+        try:
+            if self._handshake:
+                async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                    await self._handshake(channel)
+            await self._on_channel(channel)
+        except (ChannelClosed, TimeoutError):
+            pass  # a stranger, or one who hung up: nothing to tell anybody
+        finally:
+            channel.close()
+            await channel.wait_closed()
+
+    async def close(self) -> None:
+        if self._server:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def serve(host: str, port: int, secret: bytes, on_channel: OnChannel) -> Listener:
+    async def handshake(channel: Channel) -> None:
+        await _handshake_as_server(channel, secret)
+
+    listener = Listener(on_channel, handshake)
+    listener._server = await asyncio.start_server(listener._accept, host, port)
+    return listener
+
+
+async def serve_unix(path: Path, on_channel: OnChannel) -> Listener:
+    """A socket of mode 0600, made under a private umask so that there is no moment when it is open to others."""
+    listener = Listener(on_channel, None)
+    before = os.umask(0o177)
+    try:
+        path.unlink(missing_ok=True)
+        listener._server = await asyncio.start_unix_server(listener._accept, str(path))
+    except OSError as error:
+        too_long = len(os.fsencode(path)) >= 108
+        hint = "a socket's path has at most 107 bytes: set GRID_HOME to a shorter one" if too_long else ""
+        raise Refused(f"can't listen at {path}", cause=error.strerror or str(error), hint=hint, code="socket") from None
+    finally:
+        os.umask(before)
+    return listener
+
+
+async def connect_unix(path: Path, timeout_s: float = 5.0) -> Channel:
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+    except TimeoutError:
+        raise Unavailable(f"the daemon at {path} did not answer within {timeout_s:g} s", code="daemon-silent") from None
+    except OSError as error:
+        cause = f"{path}: {error.strerror or error}"
+        raise Unavailable("the daemon is not running", cause=cause, code="no-daemon") from None
+    return Channel(reader, writer, "the daemon")

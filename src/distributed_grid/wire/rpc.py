@@ -1,0 +1,328 @@
+"""Calls and streams over a channel: typed arguments, errors that cross the wire, streams that wait for their reader."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+import typing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgpack
+
+from distributed_grid.core.errors import GridError, InternalError, TimedOut, UsageError
+from distributed_grid.wire.channel import Channel, ChannelClosed
+
+log = logging.getLogger(__name__)
+
+#: Raised by one with every change that an older peer could not understand.
+PROTOCOL = 1
+#: Items of one stream that may be under way without the reader having taken them.
+STREAM_WINDOW = 16
+MAX_CALLS_PER_CONNECTION = 512
+CANCEL_LIMIT_S = 1.0
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def method(function: F) -> F:
+    """Mark an async function, or an async generator, of a service as callable from the other end."""
+    function.__grid_method__ = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(slots=True)
+class CallContext:
+    """Who calls: `uid` and `pid` come from the kernel for a unix socket, -1 for an agent's channel."""
+
+    uid: int = -1
+    pid: int = -1
+    peer: str = ""
+    #: Set by the server of the connection; what a service wants to remember about it.
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class _Method:
+    """One callable of a service and the check of its arguments."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+        self.streams = inspect.isasyncgenfunction(function)
+        self._model: Any = None
+
+    def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self._model is None:
+            from pydantic import ConfigDict, create_model
+
+            hints = typing.get_type_hints(self.function, include_extras=True)
+            fields: dict[str, Any] = {}
+            for name, parameter in list(inspect.signature(self.function).parameters.items())[1:]:
+                default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+                fields[name] = (hints[name], default)
+            self._model = create_model(
+                self.name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields
+            )
+        from pydantic import ValidationError
+
+        try:
+            checked = self._model.model_validate(arguments)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or self.name
+            raise UsageError(f"{self.name}: {where}: {first['msg']}", code="bad-argument") from None
+        return {name: getattr(checked, name) for name in self._model.model_fields}
+
+
+#: Told of each call before anything else is done about it, with the arguments as they came; may refuse it.
+Guard = Callable[[CallContext, str, dict[str, Any]], Awaitable[None]]
+#: Told of each call that was not answered as asked.
+OnError = Callable[[CallContext, str, dict[str, Any], GridError], Awaitable[None]]
+
+
+class RpcServer:
+    """Serves an object's `@method`s over channels."""
+
+    def __init__(
+        self, *services: object, hello: Callable[[], dict[str, Any]], guard: Guard | None = None,
+        on_error: OnError | None = None,
+    ) -> None:  # fmt: skip
+        self._methods: dict[str, _Method] = {}
+        self._hello = hello
+        self._guard = guard
+        self._on_error = on_error
+        for service in services:
+            self.add(service)
+
+    def add(self, service: object) -> None:
+        for name, function in inspect.getmembers(service, callable):
+            if getattr(function, "__grid_method__", False):
+                if name in self._methods:
+                    raise InternalError(f"two services offer {name}")
+                self._methods[name] = _Method(name, function)
+
+    @property
+    def method_names(self) -> list[str]:
+        return sorted(self._methods)
+
+    async def serve(self, channel: Channel, context: CallContext) -> None:
+        """Answer until the other end hangs up; what it had asked for and is still running is cancelled then."""
+        running: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
+        await channel.send(pack({"hello": {"protocol": PROTOCOL, **self._hello()}}))
+        try:
+            while True:
+                message = unpack(await channel.recv())
+                number = message.get("i")
+                if not isinstance(number, int):
+                    raise ChannelClosed("a message without a number")
+                if "c" in message:
+                    if number in running:
+                        running[number][0].cancel()
+                elif "k" in message:
+                    if number in running:
+                        running[number][1].release()
+                elif number in running:
+                    raise ChannelClosed("two calls with one number")
+                elif len(running) >= MAX_CALLS_PER_CONNECTION:
+                    busy = GridError("too many calls at once on this connection", code="busy")
+                    await channel.send(pack({"i": number, "e": busy.to_wire()}))
+                else:
+                    window = asyncio.Semaphore(STREAM_WINDOW)
+                    task = asyncio.create_task(self._answer(channel, context, number, message, window))
+                    running[number] = (task, window)
+                    task.add_done_callback(functools.partial(_forget, running, number))
+        except ChannelClosed:
+            pass
+        finally:
+            tasks = [task for task, _window in running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(
+        self, channel: Channel, context: CallContext, number: int, message: dict[str, Any], window: asyncio.Semaphore
+    ) -> None:
+        name, arguments = str(message.get("m")), message.get("a") or {}
+        if not isinstance(arguments, dict):
+            arguments = {"": arguments}  # no call has such an argument
+        wrong: GridError | None = None
+        try:
+            if name == "ping":
+                reply: dict[str, Any] = {"i": number, "r": "pong"}
+            else:
+                if self._guard:
+                    await self._guard(context, name, arguments)
+                found = self._methods.get(name)
+                if found is None:
+                    raise UsageError(f"there is no call named {name!r}", code="unknown-call")
+                checked = found.check(arguments)
+                if found.streams:
+                    async with contextlib.aclosing(found.function(context, **checked)) as items:
+                        async for item in items:
+                            await window.acquire()
+                            await channel.send(pack({"i": number, "s": item}))
+                    reply = {"i": number, "z": 1}
+                else:
+                    reply = {"i": number, "r": await found.function(context, **checked)}
+        except GridError as error:
+            wrong = error
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the server's loop: a fault of ours must not end the connection
+            log.exception("call %s failed", name)
+            cause = f"{type(error).__name__}: {error}"
+            wrong = InternalError(f"{name} failed", cause=cause, hint="see `grid logs daemon`")
+        if wrong is not None:
+            reply = {"i": number, "e": wrong.to_wire()}
+            if self._on_error:
+                await self._on_error(context, name, arguments, wrong)
+        with contextlib.suppress(ChannelClosed):
+            await _reply(channel, number, name, reply)
+
+
+async def _reply(channel: Channel, number: int, name: str, reply: dict[str, Any]) -> None:
+    """The caller gets an answer, also where ours can't be sent as it is."""
+    try:
+        await channel.send(pack(reply))
+    except UsageError as error:  # too long, or not plain data
+        told = InternalError(f"the answer to {name} can't be sent", cause=error.message, code=error.code)
+        await channel.send(pack({"i": number, "e": told.to_wire()}))
+
+
+def _forget(running: dict[int, Any], number: int, _task: asyncio.Task[None]) -> None:
+    running.pop(number, None)
+
+
+class RpcClient:
+    """The calling end. One reader task hands every answer to the call that waits for it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._next = 0
+        self._waiting: dict[int, asyncio.Queue[dict[str, Any]]] = {}
+        self._lost: ChannelClosed | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self.hello: dict[str, Any] = {}
+
+    @classmethod
+    async def start(cls, channel: Channel, timeout_s: float = 10.0) -> RpcClient:
+        client = cls(channel)
+        try:
+            async with asyncio.timeout(timeout_s):
+                client.hello = unpack(await channel.recv()).get("hello", {})
+        except TimeoutError:
+            channel.close()
+            await channel.wait_closed()
+            raise TimedOut(f"{channel.peer} accepted the connection but said nothing", code="silent") from None
+        except ChannelClosed:
+            channel.close()
+            await channel.wait_closed()
+            raise
+        client._reader = asyncio.create_task(client._read())
+        return client
+
+    @property
+    def is_open(self) -> bool:
+        return self._lost is None
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = unpack(await self._channel.recv())
+                queue = self._waiting.get(message.get("i", -1))
+                if queue:
+                    queue.put_nowait(message)
+        except ChannelClosed as error:
+            self._lost = error
+        finally:
+            self._lost = self._lost or ChannelClosed(f"the connection to {self._channel.peer} was closed")
+            for queue in self._waiting.values():
+                queue.put_nowait({"lost": True})
+
+    async def _begin(self, name: str, arguments: dict[str, Any]) -> tuple[int, asyncio.Queue[dict[str, Any]]]:
+        if self._lost:
+            raise ChannelClosed(self._lost.message, cause=self._lost.cause)
+        self._next += 1
+        number = self._next
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._waiting[number] = queue
+        try:
+            await self._channel.send(pack({"i": number, "m": name, "a": arguments}))
+        except BaseException:
+            self._waiting.pop(number, None)
+            raise
+        return number, queue
+
+    def _check(self, message: dict[str, Any]) -> None:
+        if "lost" in message:
+            assert self._lost is not None
+            raise ChannelClosed(self._lost.message, cause=self._lost.cause)
+        if "e" in message:
+            raise GridError.from_wire(message["e"])
+
+    async def call(self, name: str, *, timeout_s: float | None = 60.0, **arguments: Any) -> Any:
+        number, answered = 0, False
+        try:
+            async with asyncio.timeout(timeout_s):  # sending waits too, where the other end takes nothing
+                number, queue = await self._begin(name, arguments)
+                message = await queue.get()
+            answered = True
+            self._check(message)
+            return message.get("r")
+        except TimeoutError:
+            raise TimedOut(f"{self._channel.peer} did not answer {name} within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(number, None)
+            if number and not answered:
+                await self._cancel(number)
+
+    async def stream(self, name: str, **arguments: Any) -> AsyncIterator[Any]:
+        number, queue = await self._begin(name, arguments)
+        ended = False
+        try:
+            while True:
+                message = await queue.get()
+                ended = "s" not in message
+                self._check(message)
+                if "z" in message:
+                    return
+                yield message.get("s")
+                await self._channel.send(pack({"i": number, "k": 1}))
+        finally:
+            self._waiting.pop(number, None)
+            if not ended:
+                await self._cancel(number)
+
+    async def _cancel(self, number: int) -> None:
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            async with asyncio.timeout(CANCEL_LIMIT_S):
+                await self._channel.send(pack({"i": number, "c": 1}))
+
+    async def close(self) -> None:
+        self._channel.close()
+        if self._reader:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.wait_closed()
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="surrogateescape")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError("a message that is not plain data", cause=str(error), code="bad-message") from None
+    return packed
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    try:
+        message = msgpack.unpackb(data, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ChannelClosed("a message that can't be read", cause=str(error)) from None
+    if not isinstance(message, dict):
+        raise ChannelClosed("a message that is not a map")
+    return message

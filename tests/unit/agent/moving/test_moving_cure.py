@@ -1,0 +1,193 @@
+"""A process whose tracer died with foreign code in it is put right again; one that somebody woke is left alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from distributed_grid.agent.moving import criu, cure, images
+from distributed_grid.agent.moving.ptrace import (
+    GETREGS,
+    INTERRUPT,
+    SEIZE,
+    SETREGS,
+    SETSIGMASK,
+    WALL,
+    Regs,
+    maps,
+    ptrace,
+)
+from distributed_grid.agent.moving.ptrace import stopped as held_by_us
+from distributed_grid.agent.moving.state import thread_states, tracer_of
+from tests.lab.waiting import wait_until
+from tests.unit.agent.moving.two_nodes import LIMIT_S, Bench, contiguous
+
+pytestmark = [pytest.mark.root, pytest.mark.criu]
+THREADED = """
+import threading, time
+def idle():
+    while True: time.sleep(0.01)
+for _ in range(2): threading.Thread(target=idle, daemon=True).start()
+n = 0
+while True:
+    n += 1; print(n, flush=True); time.sleep(0.005)
+"""
+
+WRAPPER = """#!/bin/sh
+[ "$1" = dump ] || exec {criu} "$@"
+{criu} "$@" &
+while [ $# -gt 0 ]; do [ "$1" = -D ] && dir=$2; shift; done
+while kill -0 $! && ! ls "$dir"/{made}; do sleep 0.001; done 2> /dev/null > /dev/null
+kill -9 $!
+wait $!
+kill -9 $$
+"""
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: thread_states(pid) == {"T"}, LIMIT_S, "it to stop")
+
+
+def threads(pid: int) -> list[int]:
+    return sorted(int(one.name) for one in Path(f"/proc/{pid}/task").iterdir())
+
+
+def mask_of(tid: int) -> int:
+    return int(Path(f"/proc/{tid}/status").read_text().split("SigBlk:")[1].split()[0], 16)
+
+
+def die_in_it(pid: int, tids: list[int], code_at: int, trapped: bool) -> None:
+    """As a killed CRIU leaves them: foreign registers and code, all blocked; `trapped`: also at a SIGTRAP of its."""
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        wait_until(lambda: not any(map(tracer_of, tids)) and thread_states(pid) == {"T"}, LIMIT_S, "it to be left")
+        return
+    try:
+        leave_a_mess(pid, tids, code_at, trapped)
+    finally:
+        os._exit(1)
+
+
+def leave_a_mess(pid: int, tids: list[int], code_at: int, trapped: bool) -> None:
+    with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
+        memory.seek(code_at)
+        memory.write(b"\x0f\x05\xcc\xcc\xcc\xcc\xcc\xcc")
+    for tid in tids:
+        ptrace(SEIZE, tid)
+        ptrace(INTERRUPT, tid)
+        os.waitpid(tid, WALL)
+        if trapped:
+            no_trap = ctypes.c_uint64(~cure.TRAP)
+            ptrace(SETSIGMASK, tid, 8, ctypes.addressof(no_trap))
+            ctypes.CDLL(None).syscall(234, pid, tid, signal.SIGTRAP)
+            status = 0
+            while status != signal.SIGTRAP << 8 | 0x7F:
+                ptrace(7, tid)  # PTRACE_CONT
+                _, status = os.waitpid(tid, WALL)
+        regs = Regs()
+        ptrace(GETREGS, tid, 0, ctypes.addressof(regs))
+        regs.rip, regs.rax, regs.rbx, regs.orig_rax = code_at + 2, 77, 0, 2**64 - 1
+        ptrace(SETREGS, tid, 0, ctypes.addressof(regs))
+        everything = ctypes.c_uint64(2**64 - 1)
+        ptrace(SETSIGMASK, tid, 8, ctypes.addressof(everything))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("trapped", [False, True], ids=["in-foreign-code", "and-at-a-trap"])
+def test_a_process_that_a_tracer_died_in(bench: Bench, trapped: bool) -> None:
+    child = bench.start(THREADED)
+    bench.wait_log(3)
+    stop(child.pid)
+    note, tids = bench.home / cure.NAME, threads(child.pid)
+    masks = [mask_of(tid) for tid in tids]
+    code_at = next(start for start, _, permissions, _, _ in maps(child.pid) if "x" in permissions)
+    cure.save([child.pid], note)
+    assert note.stat().st_mode & 0o777 == 0o600
+    assert [mask_of(tid) for tid in tids] == [mask | cure.TRAP for mask in masks]
+    with held_by_us(child.pid) as held:
+        left = held.call(9, 0, 1 << 16, 5, 0x22, -1, 0)  # mmap: of no name we know, so it stays
+        assert left > 0
+    descriptors = os.listdir(f"/proc/{child.pid}/fd")  # noqa: PTH208
+    with held_by_us(child.pid) as held:
+        assert held.call(32, 1) >= 0  # dup: a descriptor that it did not have
+    die_in_it(child.pid, tids, code_at, trapped)
+    told = cure.cure(note)
+    assert f"registers of 3 threads of process {child.pid}" in told and f"code of process {child.pid}" in told
+    assert not note.exists() and cure.cure(note) == []
+    assert os.listdir(f"/proc/{child.pid}/fd") == descriptors  # noqa: PTH208
+    assert [mask_of(tid) for tid in tids] == masks
+    os.kill(child.pid, signal.SIGCONT)
+    bench.runs(child.pid)
+    contiguous(bench.log())
+
+
+def test_a_process_that_was_woken_keeps_its_place(bench: Bench) -> None:
+    child = bench.start(THREADED)
+    bench.wait_log(3)
+    stop(child.pid)
+    cure.save([child.pid], bench.home / cure.NAME)
+    assert len(cure.unblocked(bench.home / cure.NAME)) == 3
+    os.kill(child.pid, signal.SIGCONT)
+    bench.runs(child.pid)
+    assert cure.cure(bench.home / cure.NAME) == []
+    bench.runs(child.pid)
+    contiguous(bench.log())
+    assert not any(mask_of(tid) & cure.TRAP for tid in threads(child.pid))
+
+
+def test_what_was_blocked_for_the_dump_is_not_blocked_at_the_target(bench: Bench) -> None:
+    child = bench.start(THREADED)
+    bench.wait_log(3)
+    masks = [mask_of(tid) for tid in threads(child.pid)]
+    bench.move(child.pid)
+    wait_until(lambda: len(bench.spool()) > 5, LIMIT_S, "output on the target")
+    there = bench.keepers["b"].in_status("m")["pid"]
+    assert [mask_of(tid) for tid in threads(there)] == masks
+    contiguous(bench.log() + bench.spool())
+
+
+@pytest.mark.parametrize("made", ["inventory.img", "pagemap-*.img", "core-*.img"])
+def test_criu_is_killed_in_the_middle_of_its_dump(bench: Bench, monkeypatch: pytest.MonkeyPatch, made: str) -> None:
+    """By its wrapper, once it has made such a file. Killed at a trap it takes the process along: then once more."""
+    wrapper = bench.home / "criu"
+    wrapper.write_text(WRAPPER.format(criu=criu.find(), made=made))
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("GRID_CRIU", str(wrapper))
+    for number in range(4):
+        (bench.home / "log").unlink(missing_ok=True)
+        child = bench.start(THREADED)
+        bench.wait_log(3)
+        bench.begin(child.pid, move=f"m{number}")
+        out = bench.keepers["a"].out_wait(f"m{number}", timeout_s=LIMIT_S)
+        assert out["phase"] == "aborted" and out["error"]["code"] in ("criu-killed", "gone"), out
+        bench.keepers["b"].in_drop(f"m{number}")
+        if child.poll() == -signal.SIGTRAP:
+            continue
+        bench.runs(child.pid)
+        contiguous(bench.log())
+        assert "CRIUMFD" not in Path(f"/proc/{child.pid}/maps").read_text()
+        assert not any(mask_of(tid) for tid in threads(child.pid))
+        return
+    pytest.fail("it died every time")
+
+
+def test_a_mask_in_an_image_is_changed_in_place(tmp_path: Path) -> None:
+    masks = (0x8010, 0x10)
+    body = b"\x08\x01" + b"\x1a\x06\x08\x01\x28\x90\x80\x02" + b"\x2a\x04\x08\x00\x30\x10"
+    path = tmp_path / "core-7.img"
+    path.write_bytes(b"magicmag" + len(body).to_bytes(4, "little") + body)
+
+    def masks_in() -> tuple[object, ...]:
+        outer = images.fields(images.messages(path)[0])
+        inner = [images.fields(bytes(outer[3][0])), images.fields(bytes(outer[5][0]))]
+        return inner[0][5][0], inner[1][6][0]
+
+    assert masks_in() == masks
+    images.unblock(tmp_path, [7], 0x10)
+    assert masks_in() == (0x8000, 0)
