@@ -3,7 +3,7 @@
     python scripts/test_lanes.py [PYTEST OPTIONS…]
 
 The second lane holds what works with hosts made of namespaces and what kills things; the first all the rest.
-Each lane's report is printed whole, one after the other. At most five failed tests are then tried once more, alone:
+Each lane's report is printed whole, one after the other. A few failed tests are then tried once more, alone:
 what fails only while the lanes crowd each other is printed as such, what fails again fails the run. After an error
 before or after a test its whole module is tried: the check for leaks is one, and the test it names need not be the one
 that leaked.
@@ -38,7 +38,7 @@ SECOND = (
     "tests/cluster/test_auto.py",
 )
 LIMIT_S = 3600
-SECOND_TRIES = 5
+SECOND_TRIES = 12
 END_LIMIT_S = 60
 
 

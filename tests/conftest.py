@@ -84,6 +84,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _lack("needs root")
     if item.get_closest_marker("criu") and (reason := _no_criu()):
         _lack(reason)
+    _renew_suspects(item)
 
 
 def need_lab() -> None:
@@ -136,6 +137,25 @@ def grid_command() -> str:
 
 # Clusters
 
+#: The session's clusters on which a test went wrong, by fixture: the next test gets them anew, not what that one left.
+_SUSPECT: dict[str, Cluster] = {}
+_SHARED = ("embedded", "lab_cluster")
+
+
+def _start(cluster: Cluster) -> None:
+    """A start that fails must not fail every test that follows: once more, from nothing."""
+    try:
+        cluster.start()
+    except AssertionError as error:
+        print(f"the cluster of all tests did not start, and is started anew: {error}")
+        cluster.renew()
+
+
+def _renew_suspects(item: pytest.Item) -> None:
+    for name in _SHARED:
+        if name in _SUSPECT and name in getattr(item, "fixturenames", ()):
+            _SUSPECT.pop(name).renew()
+
 
 def _end(cluster: Cluster) -> None:
     """Stop a cluster; say so if it did not stop by its own commands."""
@@ -159,7 +179,7 @@ def lab(_session_leaves_nothing: None) -> Iterator[Lab]:
 def lab_cluster(lab: Lab) -> Iterator[LabCluster]:
     """A running cluster over SSH on the lab's hosts, for all tests."""
     cluster = LabCluster(lab)
-    cluster.start()
+    _start(cluster)
     yield cluster
     _end(cluster)
 
@@ -171,7 +191,7 @@ def embedded(_session_leaves_nothing: None) -> Iterator[EmbeddedCluster]:
     cluster = EmbeddedCluster(home, mark=leaks.KEPT_MARK)
     leaks.KEPT.keep(names=[str(home)])
     try:
-        cluster.start()
+        _start(cluster)
         yield cluster
     finally:
         _end(cluster)
@@ -211,11 +231,13 @@ def make_embedded() -> Iterator[Callable[..., EmbeddedCluster]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """A failed test shows its cluster's log."""
+    """A failed test shows its cluster's log, and leaves nobody a cluster that it may have broken."""
     report = yield
     if report.failed:
         for name, value in getattr(item, "funcargs", {}).items():
             if isinstance(value, Cluster):
+                if name in _SHARED:
+                    _SUSPECT[name] = value
                 try:
                     report.sections.append((f"cluster of {name}", value.describe()))
                 except (OSError, RuntimeError, AssertionError) as error:

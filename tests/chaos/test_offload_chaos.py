@@ -141,6 +141,12 @@ class Watched:
                 running.append(pid)
         return running
 
+    def end(self) -> None:
+        """It is done with, wherever it runs."""
+        self.started.end.touch()
+        assert self.process.wait(SETTLE_S) == 7
+        self.started.end.unlink()
+
 
 def command_of(pid: int) -> str:
     try:
@@ -197,9 +203,7 @@ class Round:
         wait_until(lambda: len(watched.copies()) == 1, LIMIT_S, f"one copy after {what}; {watched.copies()}")
         at_home = pid in watched.copies()
         assert at_home == (move["state"] in ("ABORTED", "NONE")), (what, move, watched.copies())
-        started.end.touch()
-        assert watched.process.wait(SETTLE_S) == 7, (what, move)
-        started.end.unlink()
+        watched.end()
         check_chain((started.directory / watched.log).read_text(), 3)
         all_back(cluster)
 

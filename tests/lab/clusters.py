@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed_grid.core.process import ProcessId, process_id
 from tests.lab.hosts import Host, Lab
 
 GRID = Path(sys.prefix) / "bin" / "grid"
@@ -69,6 +71,10 @@ class Cluster:
         """Send a signal to what `pid_of` knows; its pid."""
         raise NotImplementedError
 
+    def renew(self) -> None:
+        """Put a cluster whose state nobody knows (a test failed on it) out of the way, and start it anew."""
+        raise NotImplementedError
+
     def describe(self) -> str:
         """What a failed test's report should show."""
         raise NotImplementedError
@@ -124,6 +130,17 @@ class EmbeddedCluster(Cluster):
         """Forget the state, after `stop`."""
         shutil.rmtree(self.home, ignore_errors=True)
         shutil.rmtree(self.cwd, ignore_errors=True)
+
+    def renew(self) -> None:
+        for stopped in marked_processes(self.mark):
+            stopped.signal(signal.SIGCONT)
+        for words in (("cluster", "stop"), ("daemon", "stop")):
+            with contextlib.suppress(AssertionError):
+                self.grid(*words, check=False, timeout=STOP_LIMIT_S)
+        for left in marked_processes(self.mark):
+            left.signal(signal.SIGKILL)
+        shutil.rmtree(self.home, ignore_errors=True)
+        self.start()
 
     def describe(self) -> str:
         log = self.home / "daemon.log"
@@ -194,11 +211,33 @@ class LabCluster(Cluster):
         (self.lab[name] if name else self.head).kill(pid, sig)
         return pid
 
+    def renew(self) -> None:
+        for name, host in self.lab.hosts.items():
+            host.power_off()
+            host.power_on()
+            self.lab.shape(name, None)
+            host.run(["/bin/sh", "-c", "rm -rf /root/.distributed_grid /home/*/.distributed_grid /tmp/grid-*"])
+        self.start()
+
     def describe(self) -> str:
         if not self.head.is_on:
             return f"{self.head.name} is off"
         said = self.head.run(["cat", "/root/.distributed_grid/daemon.log"], check=False).stdout
         return "\n".join([f"daemon.log:\n{_tail(said)}", *(host.describe() for host in self.lab.hosts.values())])
+
+
+def marked_processes(mark: str) -> list[ProcessId]:
+    """What carries the mark of a run in its environment."""
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                words = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            who = process_id(int(name)) if f"GRID_TEST_RUN={mark}".encode() in words else None
+            found += [who] if who else []
+    return found
 
 
 def _checked(
