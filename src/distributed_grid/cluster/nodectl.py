@@ -20,12 +20,14 @@ from typing import Any
 from distributed_grid.cluster.files import read_json, write_private
 from distributed_grid.cluster.node_processes import NodeProcess, end_processes, find_marked, ray_node_id
 from distributed_grid.cluster.ray_node import RayNodeSpec, node_environment, start_argv, temp_root
+from distributed_grid.cluster.ray_start import HEAD_UNREACHABLE, RAYLET_ENDED
 from distributed_grid.config.paths import GridPaths
 from distributed_grid.core.errors import GridError, Refused, TimedOut, Unavailable, UsageError
 from distributed_grid.core.priority import fall_back
 from distributed_grid.core.process import ProcessId, boot_id
 
 START_LIMIT_S = 120.0
+START_TRIES = 3
 LOCK_LIMIT_S = 150.0
 STOP_GRACE_S = 2.0  # nothing of Ray keeps state that a kill would lose; its dashboard ignores TERM
 LEAST_FREE_BYTES = 256 * 1024**2
@@ -62,34 +64,59 @@ def _start_locked(spec: RayNodeSpec, node_dir: Path, *, fresh: bool, limit_s: fl
     _make_temp_dir(Path(spec.temp_dir))
     write_private(node_dir / "ray.json", {"marker": spec.marker, "state": "starting", "argv": argv,
                                           "temp_dir": spec.temp_dir, "processes": []})  # fmt: skip
-    log_path = node_dir / "ray_start.log"
-    try:
-        with log_path.open("wb") as log:
-            done = subprocess.run(
-                argv, env=node_environment(spec, os.environ), stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True, timeout=limit_s, check=False, cwd="/",
-            )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        _stop_locked(spec, node_dir, grace_s=0.0)
-        raise TimedOut(
-            f"Ray did not start on {spec.node} within {limit_s:.0f} s",
-            cause=_last_words(log_path),
-            hint=f"see {log_path} on {spec.node}",
-            code="ray-start-timeout",
-        ) from None
-    found = find_marked(spec.marker)
-    if done.returncode != 0 or not _is_up(spec, found):
-        cause = _last_words(log_path)
-        _stop_locked(spec, node_dir, grace_s=0.0)
-        code = "head-unreachable" if done.returncode == 3 else "ray-start"
-        raise Unavailable(
-            f"Ray did not start on {spec.node}", cause=cause, hint=f"see {log_path} on {spec.node}", code=code
-        )
+    found = _run_ray_start(spec, node_dir, argv, time.monotonic() + limit_s)
     write_private(node_dir / "ray.json", {
         "marker": spec.marker, "state": "up", "argv": argv, "temp_dir": spec.temp_dir, "boot_id": boot_id(),
         "processes": [[one.id.pid, one.id.start_ticks, one.comm] for one in found],
     })  # fmt: skip
     return _report(spec, found, already=False)
+
+
+def _run_ray_start(spec: RayNodeSpec, node_dir: Path, argv: list[str], deadline: float) -> list[NodeProcess]:
+    """Its processes, once it is up. Where the machine was too busy for it, it is tried again, one node at a time."""
+    log_path = node_dir / "ray_start.log"
+    begun = time.monotonic()
+    for number in range(1, START_TRIES + 1):
+        with _turn(spec, deadline) if number > 1 else contextlib.nullcontext():
+            try:
+                with log_path.open("wb") as log:
+                    code = subprocess.run(
+                        argv, env=node_environment(spec, os.environ), stdin=subprocess.DEVNULL, stdout=log,
+                        stderr=subprocess.STDOUT, start_new_session=True, check=False, cwd="/",
+                        timeout=max(1.0, deadline - time.monotonic()),
+                    ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                code = None
+        found = find_marked(spec.marker)
+        if code == 0 and _is_up(spec, found):
+            return found
+        cause, hint = _last_words(log_path), f"see {log_path} on {spec.node}"
+        end_processes(spec.marker, (), 0.0)
+        if code == RAYLET_ENDED and number < START_TRIES and time.monotonic() < deadline:
+            continue
+        _stop_locked(spec, node_dir, grace_s=0.0)
+        if code is None:
+            limit_s = deadline - begun
+            raise TimedOut(
+                f"Ray did not start on {spec.node} within {limit_s:.0f} s", cause=cause, hint=hint,
+                code="ray-start-timeout",
+            ) from None  # fmt: skip
+        code_name = "head-unreachable" if code == HEAD_UNREACHABLE else "ray-start"
+        raise Unavailable(f"Ray did not start on {spec.node}", cause=cause, hint=hint, code=code_name)
+    raise AssertionError("the last try returns or raises")
+
+
+@contextlib.contextmanager
+def _turn(spec: RayNodeSpec, deadline: float) -> Iterator[None]:
+    """Alone on this machine among the nodes of one cluster; after the deadline, with them."""
+    with (Path(spec.state_dir) / "ray_start.lock").open("w") as held:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
 
 
 def stop(payload: Mapping[str, Any]) -> dict[str, Any]:

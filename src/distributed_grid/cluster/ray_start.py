@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import threading
 import time
+from pathlib import Path
+
+from distributed_grid.core.process import read_stat
 
 WAIT_LIMIT_S = 90.0
 #: Ray itself gives a raylet 30 s to register, which is little on a machine that starts many things at once.
 RAYLET_LIMIT_S = 75.0
+HEAD_UNREACHABLE = 3  # an exit code
+#: Exit code for a raylet that ended while it started. It gives its two Python agents 15 s to say their ports, whatever
+#: is configured, and then aborts (`WaitForPersistedPort`, Ray 2.60): worth another try.
+RAYLET_ENDED = 4
 
 
 def wait_for(address: str, limit_s: float = WAIT_LIMIT_S) -> bool:
@@ -36,9 +45,28 @@ def wait_for_head_node(address: str, limit_s: float = WAIT_LIMIT_S) -> None:
         try:
             if any(one.is_head_node for one in client.get_all_node_info(timeout=5).values()):
                 return
-        except RpcError:
-            pass  # `ray start` says it better
+        except RpcError:  # a head that is started once more has another cluster's id; `ray start` says the rest better
+            wait_for(address, deadline - time.monotonic())
+            client = GcsClient(address=address)
         time.sleep(0.1)
+
+
+def raylet_ended(children: Path = Path("/proc/self/task")) -> bool:
+    """Whether a raylet that this process started has ended: nobody has reaped it yet."""
+    try:
+        pids = {int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()}
+    except OSError:  # a thread ended just now, or a kernel without that file: asked again, or waited for as Ray does
+        return False
+    stats = [stat for pid in pids if (stat := read_stat(pid)) is not None]
+    return any(stat.comm == "raylet" and stat.state in "ZX" for stat in stats)
+
+
+def watch_raylet() -> None:
+    """Ray would go on asking for a raylet that is not there any more; ends this process then."""
+    while not raylet_ended():
+        time.sleep(0.2)
+    print("the raylet ended while it started, as it does where the machine is too busy", flush=True)
+    os._exit(RAYLET_ENDED)
 
 
 def wait_for_raylet(limit_s: float = RAYLET_LIMIT_S) -> None:
@@ -68,10 +96,11 @@ def main(argv: list[str]) -> int:
 
     if awaited and not wait_for(awaited):
         print(f"nothing answers at {awaited} after {WAIT_LIMIT_S:.0f} s", file=sys.stderr)
-        return 3
+        return HEAD_UNREACHABLE
     if awaited:
         wait_for_head_node(awaited)
     wait_for_raylet()
+    threading.Thread(target=watch_raylet, name="watch-raylet", daemon=True).start()
     scripts.cli.main(args=argv, prog_name="ray")
     return 0
 

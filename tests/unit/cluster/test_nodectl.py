@@ -89,6 +89,26 @@ def test_start_twice_stop_twice(spec: RayNodeSpec, tmp_path: Path) -> None:
                 one.kill()
 
 
+#: Keeps an agent of Ray's from saying its port for longer than its raylet waits (15 s), the first time only.
+SLOW_ONCE = """
+import os, time
+if "dashboard/agent.py" in open("/proc/self/cmdline").read() and not os.path.exists({mark!r}):
+    open({mark!r}, "w").close()
+    time.sleep(600)
+"""
+
+
+def test_a_raylet_that_a_busy_machine_ended_is_started_again(
+    spec: RayNodeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_ONCE.format(mark=str(tmp_path / "slept")))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert not nodectl("start", {"spec": spec.to_wire()})["already"]
+    assert nodectl("status", {"spec": spec.to_wire()})["up"]
+    names = list(nodectl("status", {"spec": spec.to_wire()})["processes"].values())
+    assert (tmp_path / "slept").exists() and names.count("gcs_server") == names.count("raylet") == 1
+
+
 def test_port_in_use_is_told_with_its_holder(spec: RayNodeSpec) -> None:
     with socket.create_server(("127.0.0.1", spec.ports["dashboard"])), pytest.raises(GridError) as caught:
         nodectl("start", {"spec": spec.to_wire()})
