@@ -38,7 +38,7 @@ SECOND = (
     "tests/cluster/test_auto.py",
 )
 LIMIT_S = 3600
-SECOND_TRIES = 12
+SECOND_TRIES = 20
 END_LIMIT_S = 60
 
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.lab.clusters import PYTHON, EmbeddedCluster, LabCluster
+from tests.lab.clusters import PYTHON, EmbeddedCluster
 from tests.lab.waiting import wait_until
 
 
@@ -33,14 +33,6 @@ def test_the_agents_logs(embedded: EmbeddedCluster, tmp_path: Path) -> None:
     for words in (["agent", "-n", "gpu9"], ["daemon", "-n", "gpu1"]):
         done = embedded.grid("logs", *words, check=False)
         assert done.returncode in (2, 3) and "try:" in done.stderr and not done.stdout
-
-
-def test_the_agents_logs_over_the_network(lab_cluster: LabCluster) -> None:
-    for name in ("gpu-master", "gpu1"):
-        said = lab_cluster.grid("logs", "agent", "-n", name, "--lines", "100000").stdout
-        assert f"{name}, version" in said
-        file = lab_cluster.grid("logs", "agent", "-n", name, "--path").stdout.strip().partition(":")[2]
-        assert f"{name}, version" in lab_cluster.lab[name].run(["cat", file]).stdout
 
 
 def test_json_of_what_is_not_over_and_of_what_failed(embedded: EmbeddedCluster) -> None:

@@ -35,6 +35,14 @@ def test_a_node_has_a_state_of_its_own(lab_cluster: LabCluster) -> None:
     assert lab_cluster.head.run(["test", "-e", "/root/mark"], check=False).returncode == 1
 
 
+def test_the_agents_logs_over_the_network(lab_cluster: LabCluster) -> None:
+    for name in ("gpu-master", "gpu1"):
+        said = lab_cluster.grid("logs", "agent", "-n", name, "--lines", "100000").stdout
+        assert f"{name}, version" in said
+        file = lab_cluster.grid("logs", "agent", "-n", name, "--path").stdout.strip().partition(":")[2]
+        assert f"{name}, version" in lab_cluster.lab[name].run(["cat", file]).stdout
+
+
 def test_a_host_that_goes_off_is_named_and_comes_back(lab_cluster: LabCluster) -> None:
     gpu2 = lab_cluster.lab["gpu2"]
     gpu2.power_off()

@@ -6,14 +6,11 @@ Holds nothing in memory: a new agent goes on with what the directories say. Ever
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 
 from distributed_grid.agent.moving import criu
 from distributed_grid.agent.moving.held import end_mover, needs_cure, release
+from distributed_grid.agent.moving.launch import Launchers, last_words
 from distributed_grid.agent.moving.state import (
     State,
     cpu_ticks,
@@ -34,13 +32,12 @@ from distributed_grid.agent.moving.state import (
     wake_is_due,
 )  # fmt: skip
 from distributed_grid.agent.moving.track import self_test
-from distributed_grid.core.errors import GridError, InternalError, NotFound, Refused, TimedOut, UsageError
+from distributed_grid.core.errors import GridError, NotFound, Refused, TimedOut, UsageError
 from distributed_grid.core.process import ProcessId, boot_id
 
 MOVE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}")
 OUT, IN, STAGE = "out.json", "in.json", "stage.json"
 STUB_DIR = "stub_dir"  # a file with the path of the stub's own directory
-LAUNCH_LIMIT_S = 30.0
 FINISH_LIMIT_S = 60.0
 HOLD_LIMIT_S = 40.0
 GO_LIMIT_S = 30.0
@@ -65,7 +62,16 @@ class MoveKeeper:
         self.spool = spool
         self.node = node
         self.tmpfs = tmpfs
+        self.launchers = Launchers()
         moves.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def warm(self, move_id: str, side: str) -> None:
+        """That side of a move may begin soon: what takes long to load is loaded now."""
+        self.launchers.warm(side, self._dir(move_id))
+
+    def cool(self, move_id: str) -> None:
+        """It will not begin after all."""
+        self.launchers.cool(self._dir(move_id))
 
     # -------------------------------------------------------------- source
 
@@ -79,7 +85,8 @@ class MoveKeeper:
         criu.require()
         spec = self._claim(directory, ProcessId(pid, start_ticks), self._shm(move_id, "out"))
         options = {"precopy": self.can_track()} | options
-        self._launch("out", directory, spec | {"host": host, "port": port, "key": key.hex(), "options": options})
+        spec |= {"host": host, "port": port, "key": key.hex(), "options": options}
+        self.launchers.launch("out", directory, spec)
         return self.out_status(move_id)
 
     def out_hold(self, move_id: str, pid: int, start_ticks: int) -> dict[str, Any]:
@@ -87,7 +94,7 @@ class MoveKeeper:
         directory = self._dir(move_id)
         if not (directory / OUT).exists():
             spec = self._claim(directory, ProcessId(pid, start_ticks), directory / "held")
-            self._launch("hold", directory, spec)
+            self.launchers.launch("hold", directory, spec)
         status = self.out_wait(move_id, timeout_s=HOLD_LIMIT_S)
         if status["error"]:
             raise GridError.from_wire(status["error"])
@@ -178,7 +185,7 @@ class MoveKeeper:
         deadline = time.monotonic() + FINISH_LIMIT_S
         while True:
             root = ProcessId(state["pid"], state["start_ticks"])
-            self._launch(side, directory, {"pid": root.pid if root.is_alive() else os.getpid(), "stub": stub})
+            self.launchers.launch(side, directory, {"pid": root.pid if root.is_alive() else os.getpid(), "stub": stub})
             while (status := self.out_status(move_id))["mover_alive"] and time.monotonic() < deadline:
                 time.sleep(POLL_S)
             status = self.out_status(move_id)
@@ -191,7 +198,7 @@ class MoveKeeper:
                 fresh.set(phase="finished", stub=False, stub_reason="no stub was asked for")
                 return self.out_status(move_id)
             if time.monotonic() > deadline:
-                why = self._log_tail(move_id)
+                why = last_words(directory)
                 if side == "release":
                     raise TimedOut("the source could not be let go", code="release", cause=why)
                 raise TimedOut("the source could not be removed", code="finish", cause=why)
@@ -219,7 +226,7 @@ class MoveKeeper:
             "shm": str(self._shm(move_id, "in")), "task_dir": str(self.spool / task_id),
         }  # fmt: skip
         self.spool.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._launch("in", directory, spec)
+        self.launchers.launch("in", directory, spec)
         return {"host": host, "port": self._in(move_id)["port"], "key": key}
 
     def in_status(self, move_id: str) -> dict[str, Any]:
@@ -344,27 +351,3 @@ class MoveKeeper:
         if not path.exists():
             raise NotFound(f"there is no move {move_id!r} to here", code="move-not-found")
         return State(path)
-
-    def _log_tail(self, move_id: str) -> str:
-        try:
-            lines = (self._dir(move_id) / "mover.log").read_text(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1] if lines else ""
-
-    def _launch(self, side: str, directory: Path, spec: dict[str, Any]) -> None:
-        """By exec of a small launcher, never a bare fork: the agent has threads."""
-        environment = {name: os.environ[name] for name in ("GRID_CRIU", "PATH") if name in os.environ}
-        with (directory / "mover.log").open("ab") as log:
-            launcher = subprocess.Popen(
-                [sys.executable, "-I", "-m", "distributed_grid.agent.moving.mover", side, str(directory)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, env=environment, cwd="/",
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            launcher.communicate(json.dumps(spec).encode(), LAUNCH_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
-            launcher.wait()
-        if launcher.returncode != 0:
-            raise InternalError("the mover did not start", cause=self._log_tail(directory.name), code="mover")

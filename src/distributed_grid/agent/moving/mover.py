@@ -1,9 +1,9 @@
 """The process of one side of a move: detached from the agent that started it, found again by its directory.
 
 `python -I -m distributed_grid.agent.moving.mover SIDE DIR`, its orders as JSON on stdin (they hold the key, so neither
-argv nor a file). The first process forks and ends once the second has its state file: out, hold (the source of a
-relaunch) and in go on alone, and `finish` and `release` (which need ptrace, hence a process of their own) end by
-themselves.
+argv nor a file); without orders it ends. The first process forks and ends once the second has its state file: out,
+hold (the source of a relaunch) and in go on alone, and `finish` and `release` (which need ptrace, hence a process of
+their own) end by themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import Any, NoReturn
 
 from distributed_grid.agent.moving.state import State, identity, locked
 from distributed_grid.core.errors import GridError, InternalError, Refused
+
+#: Orders that have not come after this long will not come.
+WAIT_LIMIT_S = 120
 
 _CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
 
@@ -156,5 +159,21 @@ def _run_in(directory: Path, spec: dict[str, Any], me: dict[str, int], doing: in
         return 1
 
 
+def load(side: str) -> None:
+    """What that side needs, before its orders come: loading takes longer than all else here."""
+    import distributed_grid.agent.moving.held
+
+    if side == "out":
+        import distributed_grid.agent.moving.source
+    elif side == "in":
+        import distributed_grid.agent.moving.target  # noqa: F401
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), json.load(sys.stdin)))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    signal.alarm(WAIT_LIMIT_S)
+    load(sys.argv[1])
+    orders = sys.stdin.read()
+    signal.alarm(0)
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), json.loads(orders)) if orders else 0)

@@ -115,13 +115,13 @@ def test_what_is_called_off_while_its_mover_starts_is_never_stopped(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     keeper = bench.keepers["a"]
-    launch = keeper._launch
+    launch = keeper.launchers.launch
 
     def call_off_first(*args: Any) -> None:
         assert keeper.out_abort("m")["phase"] == "aborted"
         launch(*args)
 
-    monkeypatch.setattr(keeper, "_launch", call_off_first)
+    monkeypatch.setattr(keeper.launchers, "launch", call_off_first)
     child = bench.start(COUNTER)
     bench.wait_log(3)
     if side == "out":

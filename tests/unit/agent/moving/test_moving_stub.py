@@ -220,7 +220,7 @@ def test_who_makes_the_stub_is_killed_and_the_next_one_does(bench: Bench, monkey
     bench.keepers["b"].in_go("m")
     keeper = bench.keepers["a"]
     killed: list[bool] = []
-    launch = keeper._launch
+    launch = keeper.launchers.launch
 
     def launch_and_kill(side: str, directory: Path, spec: dict[str, Any]) -> None:
         launch(side, directory, spec)
@@ -228,7 +228,7 @@ def test_who_makes_the_stub_is_killed_and_the_next_one_does(bench: Bench, monkey
             maker = json.loads((directory / "out.json").read_text())["mover"]
             killed.append(ProcessId(maker["pid"], maker["start_ticks"]).signal(signal.SIGKILL))
 
-    monkeypatch.setattr(keeper, "_launch", launch_and_kill)
+    monkeypatch.setattr(keeper.launchers, "launch", launch_and_kill)
     out = keeper.out_finish("m", {"dir": str(bench.home / "stub"), "label": "moved to b"})
     assert len(killed) >= 1 and out["stub"], out
     assert b"stub.py" in Path(f"/proc/{child.pid}/cmdline").read_bytes()
