@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed_grid.agent.moving.keeper import MoveKeeper
 from distributed_grid.agent.node import AgentNode
-from distributed_grid.core.errors import GridError, Unavailable, UsageError
+from distributed_grid.core.errors import GridError, Unavailable
 from distributed_grid.core.process import boot_id
 from distributed_grid.wire.rpc import CallContext, method
 
@@ -26,18 +26,7 @@ class MoveCalls:
     def __init__(self, node: AgentNode) -> None:
         self._node = node
         self._keeper = MoveKeeper(node.node_dir / "moves", node.tasks.spool, node.name)
-
-    @method
-    async def move_warm(self, context: CallContext, *, move_id: str, side: str) -> None:
-        """A move is being planned: its process on this side (`out` or `in`) is loaded while that goes on."""
-        if side not in ("out", "in"):
-            raise UsageError(f"a move has no side {side!r}", code="bad-side")
-        await asyncio.to_thread(self._keeper.warm, move_id, side)
-
-    @method
-    async def move_cool(self, context: CallContext, *, move_id: str) -> None:
-        """The plan came to nothing."""
-        await asyncio.to_thread(self._keeper.cool, move_id)
+        self._keeper.launchers.keep_spare()
 
     # -- out ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from distributed_grid.core.errors import GridError, NotFound, Refused
@@ -112,20 +112,11 @@ class OffloadService:
         options: dict[str, Any] | None = None, automatic: bool = False, reason: str = "",
     ) -> AsyncIterator[dict[str, Any]]:  # fmt: skip
         """Move it: first the plan, then each step, last the move. Before the commit, hanging up calls it off."""
-        warming = self.planner.warming()
-        try:
-            plan, request = await self.planner.plan(context.uid, pid, target_node, options or {}, warming)
-            yield {"plan": plan}
-            if request is None:
-                raise self.planner.refusal(plan)
-            request.facts |= {"automatic": automatic, "reason": reason}
-            async with contextlib.aclosing(self._carried(request)) as steps:  # hanging up must reach it at once
-                async for step in steps:
-                    yield step
-        finally:
-            self._spawn(warming.end())
-
-    async def _carried(self, request: MoveRequest) -> AsyncGenerator[dict[str, Any], None]:
+        plan, request = await self.planner.plan(context.uid, pid, target_node, options or {})
+        yield {"plan": plan}
+        if request is None:
+            raise self.planner.refusal(plan)
+        request.facts |= {"automatic": automatic, "reason": reason}
         steps: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         task = self._start(request, steps)
         try:

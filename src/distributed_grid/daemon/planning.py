@@ -14,7 +14,6 @@ from distributed_grid.core.errors import GridError, NotFound, Refused
 from distributed_grid.core.resources import GB
 from distributed_grid.daemon.mover import AWAY, OVER, MoveRequest
 from distributed_grid.daemon.staging import FileStaging
-from distributed_grid.daemon.warming import Warming
 from distributed_grid.orchestration.offloading.classifier import classify
 from distributed_grid.orchestration.offloading.detector import detect, why_not
 from distributed_grid.orchestration.offloading.matcher import NodeState, Target, check_target, match
@@ -35,7 +34,6 @@ class Planner:
     def __init__(self, plane: ControlPlane, files: FileStaging) -> None:
         self._plane = plane
         self._files = files
-        self.taken: set[str] = set()
 
     @property
     def _head(self) -> str:
@@ -73,21 +71,14 @@ class Planner:
     # -- plan -----------------------------------------------------------------------------------------------------
 
     async def plan(
-        self, uid: int, pid: int | str, target_node: str | None, asked: dict[str, Any], warming: Warming | None = None
+        self, uid: int, pid: int | str, target_node: str | None, asked: dict[str, Any]
     ) -> tuple[dict[str, Any], MoveRequest | None]:
-        """The plan as plain data, and the request for the mover; None where the plan refuses.
-
-        `warming`: it is to be carried out at once.
-        """
+        """The plan as plain data, and the request for the mover; None where the plan refuses."""
         node, number = parse_process(str(pid), self._head)
         source = self._plane.links.get(node)
         going_home = bool(asked.get("return"))
         tree = await self._tree(node, number)
         self.check_not_moving(node, tree.pid, tree.start_ticks)
-        move_id = self._new_id(tree.pid)
-        if warming:
-            warming.named(move_id)
-            warming.side(node, "out")
         facts = TreeFacts.from_wire(await source.call("inspect", pid=number, start_ticks=tree.start_ticks))
         need, kind = need_of(tree), classify(tree)
         config = self._plane.config
@@ -103,8 +94,6 @@ class Planner:
             target = check_target(target_node, need, states, source=node, home=going_home)
         else:
             target = match(need, states, source=node).best()
-        if warming:
-            warming.side(target.node, "in")
         options = await self._options(facts, node, target.node, asked)
         paths = used_paths(facts)
         here, there = await asyncio.gather(
@@ -130,7 +119,7 @@ class Planner:
             asks = Finding("staging-limit", "asks", refusal, STAGE_LARGE, "both", "--stage-large").to_wire()
             told["blocking"].append(f"{refusal} ({STAGE_LARGE})")
             return {**told, "strategy": "refuse", "why": refusal, "cannot_carry": [*told["cannot_carry"], asks]}, None
-        return told, await self._request(move_id, plan, facts, asked, options, staging)
+        return told, await self._request(plan, facts, asked, options, staging)
 
     async def _tree(self, node: str, pid: int) -> TreeSample:
         link = self._plane.links.get(node)
@@ -242,14 +231,13 @@ class Planner:
     # -- the request ----------------------------------------------------------------------------------------------
 
     async def _request(
-        self, move_id: str, plan: Plan, facts: TreeFacts, asked: dict[str, Any], options: MoveOptions,
-        staging: Agreement,
-    ) -> MoveRequest:  # fmt: skip
+        self, plan: Plan, facts: TreeFacts, asked: dict[str, Any], options: MoveOptions, staging: Agreement
+    ) -> MoveRequest:
         encrypt = self._plane.config.offload.encrypt
         common = {"encrypt": encrypt, "strict": bool(asked.get("strict"))}
         roots = sorted({str(path).rpartition("/")[0] or "/" for path in plan.files} | {facts.root.cwd})
         request = MoveRequest(
-            move_id=move_id, node=plan.node, pid=plan.pid, start_ticks=plan.start_ticks,
+            move_id=self._new_id(plan.pid), node=plan.node, pid=plan.pid, start_ticks=plan.start_ticks,
             target=plan.target, uid=plan.uid, strategy=str(plan.strategy), command=" ".join(plan.argv),
             options={"source": {**common, **plan.mover}, "target": {**common, "file_roots": roots}},
             facts={"bytes_total": plan.bytes, "files": list(plan.files)},
@@ -268,12 +256,9 @@ class Planner:
 
     def _new_id(self, pid: int) -> str:
         now = time.time()
-        while (found := move_id(now, pid)) in self.taken or self._plane.journal.moves.find(found):
+        while self._plane.journal.moves.find(found := move_id(now, pid)):
             now += 1
         return found
-
-    def warming(self) -> Warming:
-        return Warming(self._plane.links, self.taken)
 
     def _current_move(self, node: str, pid: int, start_ticks: int) -> str:
         """The move that brought the process to where it is, for a second hop or the way home."""

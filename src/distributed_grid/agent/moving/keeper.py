@@ -65,14 +65,6 @@ class MoveKeeper:
         self.launchers = Launchers()
         moves.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def warm(self, move_id: str, side: str) -> None:
-        """That side of a move may begin soon: what takes long to load is loaded now."""
-        self.launchers.warm(side, self._dir(move_id))
-
-    def cool(self, move_id: str) -> None:
-        """It will not begin after all."""
-        self.launchers.cool(self._dir(move_id))
-
     # -------------------------------------------------------------- source
 
     def out_begin(

@@ -1,9 +1,9 @@
 """The process of one side of a move: detached from the agent that started it, found again by its directory.
 
 `python -I -m distributed_grid.agent.moving.mover SIDE DIR`, its orders as JSON on stdin (they hold the key, so neither
-argv nor a file); without orders it ends. The first process forks and ends once the second has its state file: out,
-hold (the source of a relaunch) and in go on alone, and `finish` and `release` (which need ptrace, hence a process of
-their own) end by themselves.
+argv nor a file); with `--spare` side and directory too come with them. Without orders it ends. The first process forks
+and ends once the second has its state file: out, hold (the source of a relaunch) and in go on alone, and `finish` and
+`release` (which need ptrace, hence a process of their own) end by themselves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distributed_grid.agent.moving.launch import LOG
 from distributed_grid.agent.moving.state import State, identity, locked
 from distributed_grid.core.errors import GridError, InternalError, Refused
-
-#: Orders that have not come after this long will not come.
-WAIT_LIMIT_S = 120
 
 _CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
 
@@ -159,21 +157,35 @@ def _run_in(directory: Path, spec: dict[str, Any], me: dict[str, int], doing: in
         return 1
 
 
-def load(side: str) -> None:
-    """What that side needs, before its orders come: loading takes longer than all else here."""
+def load() -> None:
+    """All that any side needs, before the orders come: loading takes longer than all else here."""
     import distributed_grid.agent.moving.held
+    import distributed_grid.agent.moving.source
+    import distributed_grid.agent.moving.target  # noqa: F401
 
-    if side == "out":
-        import distributed_grid.agent.moving.source
-    elif side == "in":
-        import distributed_grid.agent.moving.target  # noqa: F401
+
+def show_as(*words: str) -> None:
+    """What `ps` shows: a spare is started with padding where its side and directory come to stand."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
+    first, end = int(fields[45]), int(fields[46])  # arg_start and arg_end
+    with open("/proc/self/cmdline", "rb") as file:
+        now = file.read().split(b"\0")[:-1]
+    line = b"\0".join([*now[: now.index(b"--spare")], *map(os.fsencode, words), b""])
+    if len(line) <= end - first:
+        ctypes.memmove(first, line.ljust(end - first, b"\0"), end - first)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    signal.alarm(WAIT_LIMIT_S)
-    load(sys.argv[1])
-    orders = sys.stdin.read()
-    signal.alarm(0)
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), json.loads(orders)) if orders else 0)
+    is_spare = sys.argv[1] == "--spare"
+    if is_spare:
+        load()
+    told = sys.stdin.read()
+    if not told:
+        sys.exit(0)
+    orders = json.loads(told)
+    if is_spare:
+        show_as(orders["side"], orders["dir"])
+    with open(Path(orders["dir"]) / LOG, "ab") as log:
+        os.dup2(log.fileno(), 2)
+    sys.exit(main(orders["side"], Path(orders["dir"]), orders["spec"]))

@@ -1,74 +1,65 @@
-"""Launchers of movers that are loaded before they are needed: used once, let go without a trace, never in the way."""
+"""The launcher of movers that an agent keeps loaded: used once, replaced, gone with its agent."""
 
 from __future__ import annotations
 
-import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from distributed_grid.agent.moving.launch import Launchers
-from distributed_grid.core.process import ProcessId, process_id
+from distributed_grid.core.process import ProcessId
 from tests.lab.waiting import wait_until
 from tests.unit.agent.moving.two_nodes import COUNTER, LIMIT_S, Bench
 
 pytestmark = [pytest.mark.root, pytest.mark.criu]
 
 
-def waiting(directory: Path) -> list[ProcessId]:
-    """The movers for that directory, before or after their orders."""
-    found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit():
-            try:
-                words = Path(f"/proc/{name}/cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            who = process_id(int(name)) if str(directory) in words else None
-            found += [who] if who else []
-    return found
+@pytest.fixture
+def launchers(bench: Bench) -> Iterator[Launchers]:
+    made = bench.keepers["a"].launchers
+    yield made
+    made.close()
 
 
-def test_a_loaded_launcher_carries_the_move(bench: Bench) -> None:
+def spare_of(launchers: Launchers) -> int:
+    launchers.keep_spare(0.0)
+    return wait_until(lambda: launchers._spare.pid if launchers._spare else 0, LIMIT_S, "a spare")
+
+
+def words_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+
+
+def test_a_spare_carries_the_move_under_its_own_name(bench: Bench, launchers: Launchers) -> None:
     child = bench.start(COUNTER)
     bench.wait_log(3)
-    for name, side in (("a", "out"), ("b", "in")):
-        bench.keepers[name].warm("m", side)
-        bench.keepers[name].warm("m", side)
-    [loaded] = waiting(bench.home / "a" / "m" / "m")
-    assert bench.move(child.pid)["phase"] == "finished"
-    assert not loaded.is_alive()
-    for name in "ab":
-        bench.keepers[name].cool("m")
-        assert (bench.home / name / "m" / "m").is_dir()  # what came of it is not touched
+    spare = spare_of(launchers)
+    wait_until(lambda: words_of(spare)[4:5] == ["--spare"], LIMIT_S, "the spare to show itself")
+    bench.begin(child.pid, halt_at="frozen")
+    out = bench.keepers["a"].out_wait("m", ("frozen",), LIMIT_S)
+    assert out["phase"] == "frozen", out
+    mover = ProcessId(**bench.keepers["a"]._out("m")["mover"])
+    assert words_of(mover.pid)[2:] == ["-m", "distributed_grid.agent.moving.mover", "out", str(bench.home / "a/m/m")]
+    assert not Path(f"/proc/{spare}").exists()
+    assert bench.keepers["a"].out_abort("m")["phase"] == "aborted"
 
 
-def test_one_that_is_not_needed_leaves_nothing(bench: Bench) -> None:
-    bench.keepers["a"].warm("m", "out")
-    directory = bench.home / "a" / "m" / "m"
-    assert len(waiting(directory)) == 1
-    bench.keepers["a"].cool("m")
-    assert not waiting(directory) and not directory.exists()
-    bench.keepers["a"].cool("m")
-
-
-def test_one_that_died_is_replaced(bench: Bench) -> None:
+def test_a_spare_that_was_killed_is_not_missed(bench: Bench, launchers: Launchers) -> None:
     child = bench.start(COUNTER)
     bench.wait_log(3)
-    bench.keepers["a"].warm("m", "out")
-    [loaded] = waiting(bench.home / "a" / "m" / "m")
-    loaded.signal(signal.SIGKILL)
-    wait_until(lambda: not loaded.is_alive(), LIMIT_S, "it to die")
+    spare = spare_of(launchers)
+    assert launchers._spare
+    launchers._spare.send_signal(signal.SIGKILL)
+    wait_until(lambda: launchers._spare and launchers._spare.poll() is not None, LIMIT_S, "it to die")
     assert bench.stage(child.pid)["phase"] == "staged"
+    assert spare_of(launchers) != spare
 
 
-def test_one_whose_agent_died_ends_by_itself(tmp_path: Path) -> None:
-    launchers = Launchers()
-    launchers.warm("out", tmp_path / "m")
-    [loaded] = waiting(tmp_path / "m")
-    launcher, _ = launchers._waiting["out", tmp_path / "m"]
-    assert launcher.stdin
-    launcher.stdin.close()  # as its end does
-    assert launcher.wait(LIMIT_S) == 0 and not loaded.is_alive()
-    launchers.cool(tmp_path / "m")
+def test_a_spare_ends_with_its_agent(launchers: Launchers) -> None:
+    spare_of(launchers)
+    spare = launchers._spare
+    assert spare and spare.stdin
+    spare.stdin.close()  # as the agent's death does
+    assert spare.wait(LIMIT_S) == 0
