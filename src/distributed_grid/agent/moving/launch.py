@@ -21,8 +21,8 @@ LAUNCH_LIMIT_S = 30.0
 #: So long after a move began: the next spare must not take a core from it.
 REFILL_S = 5.0
 LOG = "mover.log"
-#: Where the spare writes its real command line, once it has one: longer than any.
-PADDING = "." * 4096
+#: Empty words: room on the spare's command line for the one it takes on, which `ps` does not show.
+PADDING = [""] * 1024
 
 
 class Launchers:
@@ -77,7 +77,7 @@ class Launchers:
         with self._lock:
             self._refill = None
             if self._kept and self._spare is None:
-                self._spare = _spawn("--spare", PADDING)
+                self._spare = _spawn("--spare", *PADDING)
 
 
 def _spawn(*words: str) -> subprocess.Popen[bytes]:
