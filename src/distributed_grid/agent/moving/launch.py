@@ -19,7 +19,7 @@ from distributed_grid.core.errors import InternalError
 
 LAUNCH_LIMIT_S = 30.0
 #: So long after a move began: the next spare must not take a core from it.
-REFILL_S = 5.0
+REFILL_S = 2.0
 LOG = "mover.log"
 #: Empty words: room on the spare's command line for the one it takes on, which `ps` does not show.
 PADDING = [""] * 1024
