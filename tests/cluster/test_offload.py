@@ -18,6 +18,7 @@ from tests.cluster.offloads import (
     OVER,
     PROGRAMS,
     Started,
+    chain_line,
     check_chain,
     check_pool,
     check_threads,
@@ -228,6 +229,71 @@ def test_a_relaunch_starts_it_again_with_what_was_asked(embedded: EmbeddedCluste
     assert first.endswith(" kept") and "given" not in first and second.endswith("given kept") and last == "end"
 
 
+def test_what_was_relaunched_moves_on_and_comes_home(embedded: EmbeddedCluster, started: Started) -> None:
+    who = started.chain(6)
+    first = move(embedded, who.pid, "-t", "gpu1", "--strategy", "relaunch")
+    size = started.size()
+    wait_until(lambda: started.size() > size, LIMIT_S, "output from gpu1")
+    home = embedded.json("offload", "return", first["id"], timeout=LIMIT_S)
+    assert home["strategy"] == "live" and found(embedded, first["id"])["state"] == "MOVED"
+    size = started.size()
+    wait_until(lambda: started.size() > size, LIMIT_S, "output at home")
+    assert who.is_alive()
+    started.end.touch()
+    assert started.processes[0].wait(LIMIT_S) == 6
+    text = started.log.read_text()
+    check_chain(text[text.rindex(chain_line(1, "")) :], 3)
+
+
+CLOSES_ON_EXEC = """
+import fcntl, os, sys, time
+for fd in (0, 1, 2):
+    fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+number = 0
+while not os.path.exists(sys.argv[1]):
+    number += 1
+    print(number, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_streams_that_an_exec_would_close_go_on_at_home(embedded: EmbeddedCluster, started: Started) -> None:
+    """As node's do: the stub is exec'd in the place of the program."""
+    who = started.spawn([str(PYTHON), "-c", CLOSES_ON_EXEC, str(started.end)])
+    done = move(embedded, who.pid, "-t", "gpu1")
+    size = started.size()
+    wait_until(lambda: started.size() > size, LIMIT_S, "more output at home")
+    started.end.touch()
+    assert started.processes[0].wait(LIMIT_S) == 0 and until_over(embedded, done["id"])["exit_code"] == 0
+    numbers = [int(line) for line in started.log.read_text().splitlines()]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+READS = """
+import sys
+for line in sys.stdin:
+    print(line, end="", flush=True)
+print("end of input", flush=True)
+"""
+
+
+def test_input_from_who_stays_is_cut_only_with_consent(embedded: EmbeddedCluster, started: Started) -> None:
+    who = started.spawn([str(PYTHON), "-c", READS], stdin=subprocess.PIPE, wait=False)
+    feed = started.processes[-1].stdin
+    assert feed
+    with feed:
+        feed.write(b"one\n")
+        feed.flush()
+        wait_until(lambda: started.log.read_text() == "one\n", LIMIT_S, "the first line")
+        refused(embedded, 4, "--cut-pipes", str(who.pid), "--strategy", "live")
+        feed.write(b"two\n")
+        feed.flush()
+        wait_until(lambda: started.log.read_text() == "one\ntwo\n", LIMIT_S, "the second line")
+        move(embedded, who.pid, "-t", "gpu1", "--cut-pipes")
+        assert started.processes[-1].wait(LIMIT_S) == 0
+    assert started.log.read_text() == "one\ntwo\nend of input\n"
+
+
 def test_a_relaunch_runs_the_same_program_whatever_its_path_says(embedded: EmbeddedCluster, started: Started) -> None:
     """What it was started as (`sh`) is found nowhere there; the file it is was looked for by the plan."""
     script = 'echo "start $PATH"; while [ ! -e "$1" ]; do /bin/sleep 0.05; done; exit 9'
@@ -278,6 +344,9 @@ def test_targets_and_options_that_cannot_be(embedded: EmbeddedCluster, started: 
     refused(embedded, 4, "gpu-master", pid, "--target-node", "gpu-master")
     refused(embedded, 2, "--runtime-env is not JSON", pid, "--runtime-env", "{oops")
     refused(embedded, 2, "--runtime-env must be", pid, "--runtime-env", '{"env_vars": {"A": 1}}')
+    words = ("--strategy", "live", "--runtime-env", '{"env_vars": {"A": "1"}}')
+    refused(embedded, 2, "cannot be moved live", pid, *words)
+    refused(embedded, 2, "cannot be moved live", pid, "--strategy", "live", "--capture-state=False")
     started.goes_on(who)
     done = move(embedded, pid, "-t", "gpu1")
     refused(embedded, 4, "was moved to gpu1", pid)

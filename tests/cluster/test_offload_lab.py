@@ -123,6 +123,37 @@ def test_a_program_its_shell_and_its_log(jobs: Jobs) -> None:
     assert until_over(jobs.cluster, done["id"])["exit_code"] == 5
 
 
+#: As PyTorch's loader workers do: a socket in a directory of its own below /tmp, which no other host has.
+LISTENS = """
+import os, socket, sys, tempfile, time
+place = tempfile.mkdtemp()
+server = socket.socket(socket.AF_UNIX)
+server.bind(place + "/s")
+server.listen()
+number = 0
+while not os.path.exists(sys.argv[1]):
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(place + "/s")
+    server.accept()[0].close()
+    client.close()
+    number += 1
+    print(number, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_socket_in_a_directory_of_its_own(jobs: Jobs) -> None:
+    jobs.head.write(f"{jobs.directory}/listens.py", LISTENS)
+    process = jobs.start('"$py" listens.py "$end" > log 2>&1; echo rc $? > rc')
+    [pid] = [pid for pid, line in jobs.head.processes().items() if line.startswith(f"{PYTHON} listens.py ")]
+    jobs.move(pid, "gpu1")
+    jobs.more()
+    jobs.finish("gpu1")
+    assert process.wait(LIMIT_S) == 0
+    numbers = [int(line) for line in jobs.text().splitlines()]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
 def test_threads_pool_and_pipeline_and_a_second_host(jobs: Jobs) -> None:
     lines = {
         "threads.py": '"$py" "$programs/threads.py" "$end"', "pool.py": '"$py" "$programs/pool.py" "$end"',

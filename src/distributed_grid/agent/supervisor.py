@@ -267,8 +267,14 @@ class Shim:
             if pid == 0:
                 return True
             if pid == self.main and not self.recorded and not self.stored:
-                code = os.waitstatus_to_exitcode(status)
-                self.record(code if code >= 0 else None, -code if code < 0 else None, usage=usage)
+                self.record_end(status, usage)
+
+    def record_end(self, status: int, usage: resource.struct_rusage) -> None:
+        if os.path.exists(f"{self.dir}/moved"):  # it lives on elsewhere; what we see is only its removal
+            self.record(None, None, error={"kind": "moved", "message": "it was moved to another node"})
+            return
+        code = os.waitstatus_to_exitcode(status)
+        self.record(code if code >= 0 else None, -code if code < 0 else None, usage=usage)
 
     def record(
         self,

@@ -92,6 +92,7 @@ def move_options(function: Any) -> Any:
         click.option("--capture-state", type=bool, default=True, show_default=True,
                      help="False: start it again with a fresh environment instead of carrying anything."),
         click.option("--tcp-close", is_flag=True, help="Move it although its connections will be closed."),
+        click.option("--cut-pipes", is_flag=True, help="Move it although pipes to what stays here will be cut."),
         click.option("--stage-large/--leave-large", default=None,
                      help="Files beyond the limit: copy them, or go without them; default: ask."),
         click.option("--strict", is_flag=True, help="Have every page there before it resumes (a longer pause)."),
@@ -102,10 +103,13 @@ def move_options(function: Any) -> Any:
 
 
 def gather(
-    strategy: str | None, runtime_env: str | None, capture_state: bool, tcp_close: bool, strict: bool, force: bool,
-    stage_large: bool | None,
+    strategy: str | None, runtime_env: str | None, capture_state: bool, tcp_close: bool, cut_pipes: bool, strict: bool,
+    force: bool, stage_large: bool | None,
 ) -> dict[str, Any]:  # fmt: skip
-    options: dict[str, Any] = {"tcp_close": tcp_close, "strict": strict, "force": force, "capture_state": capture_state}
+    options: dict[str, Any] = {
+        "tcp_close": tcp_close, "cut_pipes": cut_pipes, "strict": strict, "force": force,
+        "capture_state": capture_state,
+    }  # fmt: skip
     if stage_large is not None:
         options["stage_large"] = stage_large
     if strategy:

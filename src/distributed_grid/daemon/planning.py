@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distributed_grid.agent.inspect.candidates import TreeSample
 from distributed_grid.agent.inspect.facts import TreeFacts
 from distributed_grid.agent.inspect.target import TargetFacts
-from distributed_grid.core.errors import GridError, NotFound, Refused
+from distributed_grid.core.errors import GridError, NotFound, Refused, UsageError
 from distributed_grid.core.resources import GB
 from distributed_grid.daemon.mover import AWAY, OVER, MoveRequest
 from distributed_grid.daemon.staging import FileStaging
@@ -174,11 +174,16 @@ class Planner:
         capture = asked.get("capture_state", True)
         strategy = asked.get("strategy") or config.strategy
         if not capture or asked.get("runtime_env"):
+            word = "--runtime-env" if asked.get("runtime_env") else "--capture-state=False"
+            if asked.get("strategy") == "live":
+                text = f"{word} starts the program again from its beginning, so it cannot be moved live"
+                raise UsageError(text, hint=f"leave out {word}, or --strategy live", code="live-or-relaunch")
             strategy = "relaunch"
         # It loses what is in memory, so it is done only where it was asked for or the configuration allows it.
         relaunch = strategy == "relaunch" or (config.auto_relaunch and not asked.get("return"))
         return MoveOptions(
             strategy=strategy, relaunch_allowed=relaunch, tcp_close=bool(asked.get("tcp_close")),
+            cut_pipes=bool(asked.get("cut_pipes")),
             capture_state=capture, stage_large=asked.get("stage_large"),
             staging_limit_bytes=int(config.staging_limit_gb * GB),
             shared_dirs=await self._shared(used_directories(facts), source, target),

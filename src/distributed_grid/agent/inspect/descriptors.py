@@ -16,6 +16,7 @@ from distributed_grid.agent.inspect.sockets import SocketInfo, read_sockets
 _DELETED = " (deleted)"
 _ANONYMOUS = re.compile(r"anon_inode:\[?([a-z_-]+)\]?")
 _NAMES = {"eventpoll": "epoll", "perf_event": "perf", "io_uring": "io_uring", "uffd": "userfaultfd"}
+_DEVICE = re.compile(r"\bsdev:([0-9a-f]+)")
 _NUMBER = re.compile(r"\[(\d+)\]")
 
 
@@ -35,6 +36,7 @@ class OpenFile:
     deleted: bool = False
     mounted: bool = True  # False: on a file system that has no place in the process's own tree of directories
     locks: tuple[str, ...] = ()
+    watches: tuple[str, ...] = ()  # inotify: the types of file systems on which it watches something
     #: pipe, fifo, unix socket: inside (only the tree has it), shared (the tree has both ends, outsiders have one too),
     #: outside (the other end is elsewhere), none (nobody has the other end), unknown
     peer: str = ""
@@ -129,12 +131,26 @@ def _mounts(pid: int) -> frozenset[str]:
         return frozenset()
 
 
+def _types_of(pid: int, devices: set[int]) -> tuple[str, ...]:
+    """Of the file systems with these numbers (the kernel's own form: 20 bits of minor number)."""
+    if not devices:
+        return ()
+    names = {f"{one >> 20}:{one & 0xFFFFF}" for one in devices}
+    found = set()
+    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+        words = line.split()
+        if words[2] in names:
+            found.add(words[words.index("-") + 1])
+    return tuple(sorted(found))
+
+
 def _open_file(pid: int, fd: int, mounts: frozenset[str]) -> OpenFile:
     link = os.readlink(f"/proc/{pid}/fd/{fd}")  # noqa: PTH115
     about = os.stat(f"/proc/{pid}/fd/{fd}")  # noqa: PTH116
     flags = offset = 0
     mount = ""
     locks = []
+    watched = set()
     for line in Path(f"/proc/{pid}/fdinfo/{fd}").read_text(errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name == "pos":
@@ -145,6 +161,8 @@ def _open_file(pid: int, fd: int, mounts: frozenset[str]) -> OpenFile:
             mount = value.strip()
         elif name == "lock":
             locks.append(" ".join(value.split()[1:4]))  # FLOCK ADVISORY WRITE
+        elif name.startswith("inotify ") and (device := _DEVICE.search(line)):
+            watched.add(int(device.group(1), 16))
     kind = _kind(link, about.st_mode)
     mode = flags & os.O_ACCMODE
     end = protocol = ""
@@ -156,7 +174,8 @@ def _open_file(pid: int, fd: int, mounts: frozenset[str]) -> OpenFile:
         fd=fd, kind=kind, path=link.removesuffix(_DELETED), flags=flags, offset=offset, inode=about.st_ino,
         size_bytes=about.st_size if stat.S_ISREG(about.st_mode) else 0, links=about.st_nlink,
         deleted=link.startswith("/") and link.endswith(_DELETED) and kind != "memfd", locks=tuple(locks), end=end,
-        protocol=protocol, mounted=kind not in ("regular", "directory") or not mounts or mount in mounts,
+        watches=_types_of(pid, watched), protocol=protocol,
+        mounted=kind not in ("regular", "directory") or not mounts or mount in mounts,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The few facts we need out of CRIU's image files: which pages are lazy, which pids are inside."""
+"""The few facts we need out of CRIU's image files (lazy pages, pids), and the few that we put right in them."""
 
 from __future__ import annotations
 
@@ -115,6 +115,39 @@ def unblock(image_dir: Path, tids: list[int], signal_bit: int) -> None:
                 for mask_at, _ in _places(data, at, end, inner):
                     data[mask_at] &= ~signal_bit
         path.write_bytes(data)
+
+
+#: In a file_entry, its timerfd; in that, ticks nobody has read, the time left (s, ns) and the interval (s, ns).
+_TIMERFD, _TICKS, _LEFT, _INTERVAL = 12, 5, (7, 8), (9, 10)
+
+
+def rearm_timerfds(image_dir: Path) -> int:
+    """A periodic timer that expired and was not read yet has no time left, which CRIU would restore as switched off.
+
+    It is to expire at once instead of having expired: the same number of ticks, and the next ones follow.
+    """
+    path = image_dir / "files.img"
+    if not path.exists():
+        return 0
+    data = bytearray(path.read_bytes())
+    at, done = _MAGIC_BYTES, 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        for begin, end in _places(data, at + 4, at + 4 + size, _TIMERFD):
+            one = fields(bytes(data[begin:end]))
+            ticks = _number(one, _TICKS) or 0
+            if any(_number(one, key) for key in _LEFT) or not any(_number(one, key) for key in _INTERVAL):
+                continue
+            [(left_at, _)] = _places(data, begin, end, _LEFT[1])
+            data[left_at] = 1  # one byte for another: nothing moves
+            if 0 < ticks < 128:
+                [(ticks_at, _)] = _places(data, begin, end, _TICKS)
+                data[ticks_at] = ticks - 1
+            done += 1
+        at += 4 + size
+    if done:
+        path.write_bytes(data)
+    return done
 
 
 def _places(data: bytes | bytearray, at: int, end: int, wanted: int) -> list[tuple[int, int]]:

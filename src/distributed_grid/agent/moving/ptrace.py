@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ GETSIGMASK, SETSIGMASK = 0x420A, 0x420B
 WALL = 0x40000000
 ALL_SIGNALS = 2**64 - 1
 SYS_MMAP, SYS_CLOSE, SYS_EXECVE, SYS_USERFAULTFD, SYS_PIDFD_GETFD = 9, 3, 59, 323, 438
+SYS_FCNTL = 72
 _NAMES = (
     "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss fs_base gs_base"
     " ds es fs gs"
@@ -237,7 +239,10 @@ def take_userfaultfd_apart(pid: int, flags: int) -> int:
 
 
 def exec_in_place(pid: int, path: str, argv: list[str], env: list[str]) -> None:
-    """Replace the program of a process by another: same pid, parent and descriptors; OSError leaves it as it was."""
+    """Replace the program of a process by another: same pid, parent and descriptors; OSError leaves it as it was.
+
+    Its standard streams stay open, also where they were to be closed by an exec (libuv asks for that).
+    """
     done = False
     with stopped(pid, lambda: not done) as held:
         blob, base_at = bytearray(), held.call(SYS_MMAP, 0, 1 << 17, 3, 0x22, -1, 0)
@@ -258,7 +263,13 @@ def exec_in_place(pid: int, path: str, argv: list[str], env: list[str]) -> None:
         with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
             memory.seek(base_at)
             memory.write(blob)
+        flags = {fd: held.call(SYS_FCNTL, fd, fcntl.F_GETFD) for fd in (0, 1, 2)}
+        closing = [fd for fd, flag in flags.items() if flag == fcntl.FD_CLOEXEC]
+        for fd in closing:
+            held.call(SYS_FCNTL, fd, fcntl.F_SETFD, 0)
         result = held.call(SYS_EXECVE, path_at, argv_at, env_at)
         if result < 0:
+            for fd in closing:
+                held.call(SYS_FCNTL, fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
             raise OSError(-result, f"exec of {path}: {os.strerror(-result)}")
         done = True

@@ -79,7 +79,8 @@ class Pumps:
                     self._watch(reading, one["stream"])
                     fd = writing
                 else:
-                    fd = reading  # its writer stayed; we keep the other end: nothing comes, and nothing ends
+                    fd = reading  # its writer stayed: that input is at its end
+                    os.close(writing)
             os.set_inheritable(fd, True)
             words.append(f"fd[{fd}]:{one['key']}")
             fds.append(fd)

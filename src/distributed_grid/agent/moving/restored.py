@@ -384,11 +384,7 @@ class Restored(Shim):
                 self._gpu_ended(status)
             elif pid == self.main and not self.recorded:
                 self.pumps.drain()
-                code = os.waitstatus_to_exitcode(status)
-                if os.path.exists(f"{self.dir}/moved"):  # it lives on elsewhere; what we see is only its removal
-                    self.record(None, None, error={"kind": "moved", "message": "it was moved to another node"})
-                    continue
-                self.record(code if code >= 0 else None, -code if code < 0 else None, usage=usage)
+                self.record_end(status, usage)
 
     def _alone(self) -> bool:
         """Whether only the pager is left."""

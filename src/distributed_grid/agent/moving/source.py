@@ -193,6 +193,7 @@ class Source(Holder):
         assert self.asked
         self.asked.close()  # nobody asks CRIU for pages: it lets go of the tree, which stays stopped
         images.unblock(self.shm, cure.unblocked(self.shm / cure.NAME), cure.TRAP)
+        images.rearm_timerfds(self.shm)
         for path in sorted(self.shm.glob("*.img")):
             self._send_file(path, {"image": path.name})
         self._finish_dump()

@@ -42,6 +42,8 @@ class Stub:
         self.listener: socket.socket | None = None  # who hears of signals
         self.clients: dict[int, socket.socket] = {}
         self.pending: dict[int, bytes] = {}
+        while os.open(os.devnull, os.O_RDWR) < 2:  # a stream that was closed must not become one of our own
+            pass
         self.wake, writing = os.pipe()
         for fd in (self.wake, writing):
             os.set_blocking(fd, False)

@@ -35,6 +35,7 @@ class MoveOptions:
     strategy: Literal["auto", "live", "relaunch"] = "auto"
     relaunch_allowed: bool = False  # for `auto`; asking for `relaunch` allows it
     tcp_close: bool = False
+    cut_pipes: bool = False
     stage_large: bool | None = None  # files beyond the limit: copied, left behind, or (None) a reason to ask
     capture_state: bool = True  # False: a relaunch with nothing of the old environment
     staging_limit_bytes: int = 2 << 30
@@ -80,7 +81,7 @@ def preflight(
         *_owners(facts, source),
         *_tree(facts),
         *preflight_descriptors.check_descriptors(
-            facts, source, same, tcp_close=options.tcp_close, one_network=one_network
+            facts, source, same, tcp_close=options.tcp_close, cut_pipes=options.cut_pipes, one_network=one_network
         ),
         *staged.findings,
         *preflight_gpu.check_gpus(facts, source, target, gpus),
@@ -113,7 +114,7 @@ def choose(checked: Preflight, options: MoveOptions) -> tuple[Strategy | None, s
     if options.strategy == "live":
         return (None, _said(live)) if live else ("live", "asked for, and nothing stands in the way")
     if options.strategy == "relaunch":
-        return (None, _said(again)) if again else ("relaunch", "asked for")
+        return (None, _said(again)) if again else ("relaunch", "asked for: it starts from its beginning")
     if not live:
         return "live", "everything it has can be carried"
     if options.relaunch_allowed and not again:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from distributed_grid.agent.inspect.descriptors import OpenFile
 from distributed_grid.agent.inspect.facts import ProcessFacts, TreeFacts
@@ -27,8 +28,9 @@ _BIG_GHOST_BYTES = 64 << 20
 
 
 def check_descriptors(
-    facts: TreeFacts, source: TargetFacts, same: Callable[[str], bool], *, tcp_close: bool, one_network: bool
-) -> list[Finding]:
+    facts: TreeFacts, source: TargetFacts, same: Callable[[str], bool], *, tcp_close: bool, cut_pipes: bool,
+    one_network: bool,
+) -> list[Finding]:  # fmt: skip
     """`same`: whether a path is one file for both nodes; `one_network`: whether they share every port."""
     found: list[Finding] = []
     names = {pid: name for pid, name in facts.parents}
@@ -40,7 +42,7 @@ def check_descriptors(
                 text = f"it has {one.path} open, which is on no file system that it can see (a message queue?)"
                 found.append(Finding("hidden-file", "blocks", text))
                 continue
-            found += _one(one, process, source, tcp_close, names)
+            found += _one(one, process, source, tcp_close, cut_pipes, names)
             locked += len(one.locks)
             if one.locks and same(one.path):
                 # Tried: the restore waits for the lock without end, as the frozen source still has it.
@@ -66,7 +68,7 @@ def _holds_name(one: OpenFile) -> bool:
 
 
 def _one(
-    one: OpenFile, process: ProcessFacts, source: TargetFacts, tcp_close: bool, names: dict[int, str]
+    one: OpenFile, process: ProcessFacts, source: TargetFacts, tcp_close: bool, cut_pipes: bool, names: dict[int, str]
 ) -> Iterator[Finding]:
     if one.kind in _REFUSED:
         yield Finding(one.kind.replace("_", "-"), "blocks", *_REFUSED[one.kind])
@@ -78,7 +80,7 @@ def _one(
         if one.protocol and one.protocol not in _CONNECTIONLESS:
             yield Finding("socket-family", "blocks", f"it has a socket that CRIU does not know ({one.protocol})")
     elif one.kind in ("pipe", "fifo"):
-        yield from _pipe(one, names)
+        yield from _pipe(one, names, cut_pipes)
     elif one.kind == "device":
         if one.path not in _PLAIN_DEVICES and not one.path.startswith(("/dev/nvidia", "/dev/dri/", "/dev/kfd")):
             yield Finding("device", "blocks", f"it has the device {one.path} open")
@@ -87,6 +89,9 @@ def _one(
             yield Finding("pidfd", "blocks", "it holds a handle on a process (pidfd)", "CRIU 4.1 or later can carry it")
     elif one.kind in ("raw", "packet"):
         yield Finding(one.kind, "notice", "what it hears of the network, it hears on the target from then on, not here")
+    elif "overlay" in one.watches:
+        text = "it watches files on an overlay file system (inotify), and CRIU cannot tell which"
+        yield Finding("inotify-overlay", "blocks", text, "--strategy relaunch starts it again there")
     elif one.kind in ("inotify", "fanotify"):
         yield Finding("inotify", "notice", "what it watches is watched on the target from then on, not here")
     elif one.kind.startswith("bpf") or one.kind == "unknown" or (one.kind not in _FINE and one.kind != "tty"):
@@ -140,23 +145,32 @@ def _unix(one: OpenFile, names: dict[int, str]) -> Iterator[Finding]:
         yield Finding("unix-half", "notice", "a unix socket of it that nobody holds the other end of is closed there")
 
 
-def _pipe(one: OpenFile, names: dict[int, str]) -> Iterator[Finding]:
+def _pipe(one: OpenFile, names: dict[int, str], cut: bool) -> Iterator[Finding]:
     whom = _whom(one, names)
+    stream = {0: "standard input", 1: "standard output", 2: "standard error"}.get(one.fd, f"descriptor {one.fd}")
+    details = {"fd": one.fd, "pipe": one.path}
     if one.kind == "fifo" and one.peer in ("outside", "shared", "unknown"):
         yield Finding("fifo", "blocks", f"it shares the named pipe {one.path} with {whom}, which stays here")
     elif one.peer == "shared":
-        yield Finding("pipe-shared", "notice", f"a pipe that it shares with {whom} is cut in two")
+        yield _cut("pipe-shared", f"it shares a pipe with {whom}, which stays here", "it is cut in two", cut, details)
     elif one.peer in ("outside", "unknown"):
-        stream = {0: "standard input", 1: "standard output", 2: "standard error"}.get(one.fd, f"descriptor {one.fd}")
         if one.end == "read":
-            text = f"what {whom} still writes to its {stream} no longer reaches it"
-            yield Finding("pipe-in", "notice", text, details={"fd": one.fd, "pipe": one.path})
+            text, then = f"its {stream} comes from {whom}, which stays here", "that input ends with the move"
+            yield _cut("pipe-in", text, then, cut, details)
         elif one.fd in (1, 2):
             text = f"its {stream} is a pipe to {whom}: what it writes is passed on there"
-            yield Finding("pipe-out", "notice", text, option="--inherit-fd", details={"fd": one.fd, "pipe": one.path})
+            yield Finding("pipe-out", "notice", text, option="--inherit-fd", details=details)
         else:
-            text = f"what it writes to {stream}, a pipe to {whom}, no longer arrives there"
-            yield Finding("pipe-other", "notice", text, option="--inherit-fd", details={"fd": one.fd, "pipe": one.path})
+            text, then = f"it writes to {whom} by {stream}", "what it writes there is lost"
+            yield _cut("pipe-other", text, then, cut, details)
+
+
+def _cut(code: str, text: str, then: str, cut: bool, details: dict[str, Any]) -> Finding:
+    """A pipe that cannot be carried: agreed to, or asked for, because whoever is at its ends would wait for ever."""
+    if cut:
+        return Finding(code, "notice", f"{text}; {then}", option="--inherit-fd", details=details)
+    help = f"--cut-pipes moves it all the same: {then}"
+    return Finding(code, "asks", text, help, option="--cut-pipes", details=details)
 
 
 def _whom(one: OpenFile, names: dict[int, str]) -> str:

@@ -140,6 +140,9 @@ def _mapped(
     if one.path.startswith("/dev/") and not one.path.startswith(("/dev/shm/", "/dev/zero", "/dev/nvidia", "/dev/dri/")):
         return [Finding("mapped-device", "blocks", f"it has the device {one.path} in its memory")]
     if one.deleted:
+        if one.links and one.path.startswith("/dev/shm/sem."):
+            text = "it has a named semaphore (sem_open) that other programs can still find by its name"
+            return [Finding("named-semaphore", "blocks", text, "multiprocessing's own semaphores have none, and move")]
         if one.links and _is_file(one.path):
             text = f"{one.path}, which it has in memory, was replaced since"
             return [Finding("replaced-file", "blocks", text, "restart the program, or undo the upgrade")]

@@ -129,7 +129,11 @@ def agree(
         early, frozen = carried, []
     home = Agreed(watched, tuple(path for path in carried if path in written and not _covered(path, watched)))
     sent = Agreed(_outermost(sent_trees), tuple(dict.fromkeys([*early, *named])))
-    directories = dict.fromkeys([*works_in, *(os.path.dirname(path) for path in carried)])  # noqa: PTH120
+    bound = [
+        one.path for process in facts.processes for one in process.files
+        if one.kind == "unix" and one.path.startswith("/") and not shared(one.path)
+    ]  # fmt: skip
+    directories = dict.fromkeys([*works_in, *(os.path.dirname(path) for path in [*carried, *bound])])  # noqa: PTH120
     return Agreement(home, sent, tuple(frozen), tuple(directories), tuple(sorted(output)), root.uid, root.gid)
 
 

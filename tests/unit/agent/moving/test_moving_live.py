@@ -109,6 +109,27 @@ def check_memory(bench: Bench, size_mb: str) -> None:
     assert bench.log() == [digest]
 
 
+# Slower to read its timer than that is to expire: frozen, it has always expired unread.
+TIMER = """
+import ctypes, os, struct, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+timer = libc.timerfd_create(1, 0)
+assert libc.timerfd_settime(timer, 0, struct.pack("qqqq", 0, 50_000_000, 0, 50_000_000), None) == 0
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.2)
+    print(struct.unpack("Q", os.read(timer, 8))[0], flush=True)
+"""
+
+
+def test_a_timer_that_expired_unread_goes_on(bench: Bench) -> None:
+    child = bench.start(TIMER, bench.end_file)
+    bench.wait_log(3)
+    bench.move(child.pid)
+    bench.end()  # once it has printed more, which a timer that is switched off would keep it from
+    assert bench.exit_of()["code"] == 0
+    assert all(int(ticks) >= 1 for ticks in bench.spool())
+
+
 def test_children_that_come_and_go_and_an_exec_while_it_moves(bench: Bench) -> None:
     program = (
         "import os, subprocess, sys, time\n"

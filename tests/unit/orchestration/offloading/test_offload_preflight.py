@@ -40,6 +40,7 @@ def test_a_plain_program_goes_live() -> None:
 
 
 BLOCKED = [
+    (OpenFile(5, "inotify", watches=("ext4", "overlay")), "inotify-overlay"),
     (OpenFile(5, "io_uring"), "io-uring"),
     (OpenFile(5, "unix", "/run/x", state="ESTABLISHED", peer="outside", peer_pids=(400,)), "unix-socket"),
     (OpenFile(5, "unix", state="ESTABLISHED", peer="unknown"), "unix-socket"),
@@ -76,8 +77,6 @@ NOTICED = [
     (OpenFile(5, "unix", "/tmp/s", state="LISTEN"), "unix-listens"),
     (OpenFile(5, "unix", state="ESTABLISHED", protocol="stream", peer="none"), "unix-half"),
     (OpenFile(1, "pipe", "pipe:[9]", flags=os.O_WRONLY, peer="outside", peer_pids=(400,), end="write"), "pipe-out"),
-    (OpenFile(0, "pipe", "pipe:[9]", peer="outside", peer_pids=(400,), end="read"), "pipe-in"),
-    (OpenFile(7, "pipe", "pipe:[9]", peer="shared", peer_pids=(400,), end="both"), "pipe-shared"),
     (OpenFile(5, "regular", "/home/ann/l", locks=("FLOCK ADVISORY WRITE",)), "file-locks"),
     (OpenFile(5, "regular", "/tmp/g", deleted=True, links=0, size_bytes=GB), "deleted-file"),
     (OpenFile(1, "tty", "/dev/pts/4"), "terminal"),
@@ -107,6 +106,22 @@ def test_inner_pipes_and_sockets_are_nobodys_business() -> None:
     assert {one.code for one in check(facts).findings} == {"from-beginning"}
 
 
+CUT = [
+    (OpenFile(0, "pipe", "pipe:[9]", peer="outside", peer_pids=(400,), end="read"), "pipe-in"),
+    (OpenFile(7, "pipe", "pipe:[9]", flags=os.O_WRONLY, peer="outside", peer_pids=(400,), end="write"), "pipe-other"),
+    (OpenFile(7, "pipe", "pipe:[9]", peer="shared", peer_pids=(400,), end="both"), "pipe-shared"),
+]
+
+
+@pytest.mark.parametrize(("file", "code"), CUT, ids=[code for _, code in CUT])
+def test_pipes_are_cut_only_with_consent(file: OpenFile, code: str) -> None:
+    found = check(tree(file))
+    asked = finding(found, code)
+    assert [one.code for one in found.stops("live")] == [code] and found.stops("relaunch") == []
+    assert (asked.severity, asked.option) == ("asks", "--cut-pipes") and "400" in asked.text
+    assert check(tree(file), cut_pipes=True).stops("live") == []
+
+
 def test_connections_are_closed_only_with_consent() -> None:
     facts = tree(OpenFile(5, "inet", protocol="tcp", state="ESTABLISHED", local="10.0.0.5:4", remote="10.0.0.9:80"))
     asked = finding(check(facts), "tcp")
@@ -133,6 +148,7 @@ def test_options_for_the_mover() -> None:
         ({"mapped": (MappedFile("/SYSV00000000", deleted=True),)}, "sysv"),
         ({"mapped": (MappedFile("/dev/infiniband/uverbs0"),)}, "mapped-device"),
         ({"mapped": (MappedFile(LIBC, deleted=True, links=1),)}, "replaced-file"),
+        ({"mapped": (MappedFile("/dev/shm/sem.dMuahB", deleted=True, links=1),)}, "named-semaphore"),
         ({"mapped": (MappedFile("/dev/nvidia-uvm"),)}, "gpu"),
     ],
 )
@@ -244,7 +260,8 @@ def test_relaunch_has_obstacles_of_its_own() -> None:
         assert [one.code for one in check(facts, target).stops("relaunch")] == [code]
     assert [one.code for one in check(tree(argv=())).stops("relaunch")] == ["no-command"]
     assert [one.code for one in check(tree(cwd_deleted=True)).stops("relaunch")] == ["cwd-deleted"]
-    assert choose(check(facts), MoveOptions(strategy="relaunch")) == ("relaunch", "asked for")
+    why = "asked for: it starts from its beginning"
+    assert choose(check(facts), MoveOptions(strategy="relaunch")) == ("relaunch", why)
 
 
 def plan(facts: TreeFacts, past: list[PastMove] | None = None, **options: Any) -> Plan:
