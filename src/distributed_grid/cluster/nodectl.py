@@ -97,6 +97,9 @@ def _run_ray_start(spec: RayNodeSpec, node_dir: Path, argv: list[str], deadline:
         _stop_locked(spec, node_dir, grace_s=0.0)
         if code is None:
             limit_s = deadline - begun
+            load, cores = os.getloadavg()[0], os.cpu_count() or 1
+            if load > 2 * cores:
+                cause = f"the machine is busy: a load of {load:.0f} on {cores} cores"
             raise TimedOut(
                 f"Ray did not start on {spec.node} within {limit_s:.0f} s", cause=cause, hint=hint,
                 code="ray-start-timeout",

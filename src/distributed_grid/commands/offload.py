@@ -154,9 +154,12 @@ def plan(
 ) -> None:
     """What a move would do, and why; nothing is touched. Exit code 4 if it would be refused."""
     asked = gather(**options)
-    found = with_daemon(
-        lambda client: client.call("offload_plan", pid=pid, target_node=target_node, options=asked), config_path
-    )
+    try:
+        found = with_daemon(
+            lambda client: client.call("offload_plan", pid=pid, target_node=target_node, options=asked), config_path
+        )
+    except GridError as error:
+        raise _not_found(error, pid) from None
     emit(found, output, lambda: show_plan(found))
     if found["strategy"] == "refuse":
         click.get_current_context().exit(int(ExitCode.REFUSED))
@@ -200,13 +203,17 @@ def execute(
 
 def _failed(error: GridError, pid: str) -> GridError:
     """The documents' names for the two kinds of failure, with their hints."""
-    if error.code == "process-not-found":
-        hint = error.hint or "ps aux | grep NAME, or grid offload scan"
-        return type(error)(f"Process Not Found: {pid}", cause=error.message, hint=hint, code=error.code)
     if error.exit_code in (ExitCode.FAILED, ExitCode.TIMEOUT, ExitCode.INTERNAL):
         error.hint = error.hint or "the process runs on where it was; grid logs daemon has the details"
         error.message = f"Offloading Failed: {error.message}"
-    return error
+    return _not_found(error, pid)
+
+
+def _not_found(error: GridError, pid: str) -> GridError:
+    if error.code != "process-not-found":
+        return error
+    hint = error.hint or "ps aux | grep NAME, or grid offload scan"
+    return type(error)(f"Process Not Found: {pid}", cause=error.message, hint=hint, code=error.code)
 
 
 async def follow_move(steps: Any, *, quiet: bool) -> dict[str, Any]:

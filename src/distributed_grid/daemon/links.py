@@ -175,11 +175,12 @@ class NodeLinks:
         try:
             return self._links[node]
         except KeyError:
-            known = ", ".join(self._links) or "none: the cluster is not up"
-            cause = f"known nodes: {known}"
-            raise NotFound(
-                f"there is no node named {node!r}", cause=cause, hint="grid status", code="unknown-node"
-            ) from None
+            if self._links:
+                cause, hint = f"the nodes are {', '.join(self._links)}", "grid status"
+            else:  # a daemon for each user: who was let in to somebody else's has to name it
+                cause = "the cluster of this user is not up"
+                hint = "grid cluster start; for somebody else's that you may use: GRID_HOME=DIRECTORY grid …"
+            raise NotFound(f"there is no node {node!r}", cause=cause, hint=hint, code="unknown-node") from None
 
     def open(self, node: str, endpoint: tuple[str, int] | None = None) -> NodeLink:
         link = self._links.get(node)

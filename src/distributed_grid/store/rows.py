@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from distributed_grid.core.errors import InternalError, NotFound, Refused
+from distributed_grid.core.errors import InternalError, NotFound, Refused, UsageError
 from distributed_grid.store.database import Database
 
 _CANDIDATES_SHOWN = 8
@@ -62,7 +62,7 @@ class Table(Generic[R]):
     def get_by_prefix(self, prefix: str, **equals: Any) -> R:
         """The row of that id, or the only one whose id begins so (and that matches `equals`)."""
         if not prefix:
-            raise self._not_found(prefix)
+            raise UsageError(f"the id of the {self.noun} is empty", code="usage")
         exact = self.list(id=prefix, **equals)
         if exact:
             return exact[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distributed_grid.core.clock import ManualClock
-from distributed_grid.core.errors import InternalError, NotFound, Refused
+from distributed_grid.core.errors import InternalError, NotFound, Refused, UsageError
 from distributed_grid.store.blocks import BlockRow
 from distributed_grid.store.journal import Journal
 from distributed_grid.store.leases import LeaseRow
@@ -65,9 +65,11 @@ def test_prefixes(journal: Journal) -> None:
         journal.tasks.get_by_prefix("ab")
     assert caught.value.code == "ambiguous-id"
     assert caught.value.details == {"candidates": ["abc", "abc1", "abc2"]}
-    for nothing in ("", "x", "ABC", "abc11"):
+    for nothing in ("x", "ABC", "abc11"):
         with pytest.raises(NotFound):
             journal.tasks.get_by_prefix(nothing)
+    with pytest.raises(UsageError):
+        journal.tasks.get_by_prefix("")
 
 
 def test_events_are_numbered_and_pruned(journal: Journal, clock: ManualClock) -> None:
