@@ -19,6 +19,7 @@ MOST_PER_USER = 512
 MOST_UNPROVED = 64
 #: A connection that was broken off ends as soon as what is in its buffers is taken, or thrown away.
 END_LIMIT_S = 20.0
+PROVED_EVERY_S = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +102,13 @@ class Clients:
         """Break off a user's connection; returns when its thread is out of every block."""
         with self._lock:
             client = self._all.get(number)
-        if client is None or uid not in (client.uid, ADMIN_UID):
+        if client is None:
+            return
+        deadline = time.monotonic() + END_LIMIT_S
+        # Its own end may know that it is proved, and have sent a request, a moment before we do.
+        while client.uid is None and time.monotonic() < deadline and not client.gone.wait(PROVED_EVERY_S):
+            pass
+        if uid not in (client.uid, ADMIN_UID):
             return
         client.hang_up()
         table.give_up(client.sock)
