@@ -31,6 +31,8 @@ MOST_PARTS = 16384
 LEAST_PART_BYTES = 1024 * 1024
 #: Two writers of the same bytes of a block with copies go one after the other; one that does not end has this long.
 MARK_LIMIT_S = 10.0
+#: Who wrote a little is taken to write more for this long.
+LITTLE_AGAIN_S = 0.02
 #: Descriptors that are kept for connections; blocks beyond go into memory that can't be mapped by clients.
 KEPT_DESCRIPTORS = 2048
 ADMIN = -1
@@ -51,6 +53,7 @@ class Block:
     fd: int = -1  # of a block that clients on this host may map
     users: int = 0
     writers: int = 0
+    little_at: float = -LITTLE_AGAIN_S  # when a little was written last
     freed: bool = False
     frozen_until: float = 0.0
     sockets: set[socket.socket] = field(default_factory=set)
@@ -64,11 +67,15 @@ class Block:
         return self.fd >= 0
 
     def has_writers(self) -> bool:
-        return bool(self.writers) or self.fd >= 0  # those who have it mapped are not seen
+        return bool(self.writers) or self._is_disturbed()
 
     def has_other_writers(self) -> bool:
         """For one who is a writer."""
-        return self.writers > 1 or self.fd >= 0
+        return self.writers > 1 or self._is_disturbed()
+
+    def _is_disturbed(self) -> bool:
+        """By those who are not seen: who has it mapped, and who writes a little, again and again."""
+        return self.fd >= 0 or time.monotonic() - self.little_at < LITTLE_AGAIN_S
 
     @property
     def part_bytes(self) -> int:
@@ -132,7 +139,8 @@ class BlockTable:
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself where nobody waits: a condition's own calls cost as much again
+        self._changed = threading.Condition(self._lock)
         self._given_up: set[socket.socket] = set()
         self._promised = 0
         self._growth = 0  # what blocks that are kept packed may still grow by
@@ -230,9 +238,18 @@ class BlockTable:
                     _close(block)
                 self._changed.notify_all()
 
-    def copy_out(self, block_id: int, uid: int, generation: int, pieces: list[tuple[int, int]]) -> bytes | None:
+    def copy_out(self, block_id: int, uid: int, generation: int, offset: int, length: int) -> bytes | None:
         """A little data at once: cheaper than keeping the block in use while it is sent. None: it is kept packed."""
-        with self._changed:
+        end = offset + length
+        with self._lock:
+            block = self._find(block_id, uid, generation)
+            if end > block.size_bytes:
+                check_range(block, [(offset, length)])
+            return bytes(block.view[offset:end]) if block.packed is None else None
+
+    def copy_out_pieces(self, block_id: int, uid: int, generation: int, pieces: Pieces) -> bytes | None:
+        """The same for many."""
+        with self._lock:
             block = self._find(block_id, uid, generation)
             ends = [offset + length for offset, length in pieces]
             if max(ends) > block.size_bytes:
@@ -241,6 +258,25 @@ class BlockTable:
                 return None
             starts = map(operator.itemgetter(0), pieces)
             return b"".join(map(block.view.__getitem__, map(slice, starts, ends)))
+
+    def copy_in(
+        self, block_id: int, uid: int, generation: int, sock: socket.socket, offset: int, data: bytes | memoryview
+    ) -> bool:
+        """The same for a write, once all of it is here and was found right. False: the block is kept packed."""
+        end = offset + len(data)
+        with self._lock:
+            block = self._find(block_id, uid, generation)
+            if block.frozen_until:
+                block = self._wait_for_thaw(block_id, uid, generation, sock)
+            if end > block.size_bytes:
+                check_range(block, [(offset, len(data))])
+            if block.packed is not None:
+                return False
+            block.view[offset:end] = data
+            block.little_at = time.monotonic()
+            if block.tracked is not None:
+                block.note_written([(offset, len(data))])
+            return True
 
     def _find(self, block_id: int, uid: int, generation: int) -> Block:
         block = self._blocks.get(block_id)
@@ -401,7 +437,7 @@ def _full(size_bytes: int, room_bytes: int) -> PoolFull:
     return PoolFull("Failed to allocate memory block", cause=cause, room_bytes=room)
 
 
-def check_range(block: Block, pieces: list[tuple[int, int]]) -> None:
+def check_range(block: Block, pieces: Pieces) -> None:
     size = block.size_bytes
     for offset, length in pieces:
         if offset + length > size:

@@ -39,6 +39,7 @@ from distributed_grid.agent.memory.protocol import (
     SUM,
     WRITE,
     WRITEV,
+    Stalled,
     compare_sum,
     error_from,
     pack_json,
@@ -48,7 +49,6 @@ from distributed_grid.agent.memory.protocol import (
     receive_data,
     receive_exactly,
     receive_some,
-    send_all,
     send_data,
     send_large,
     set_limits,
@@ -129,6 +129,11 @@ class MemoryConnection:
         return cls(open_local(name, limit_s), uid, key)
 
     @property
+    def is_plain(self) -> bool:
+        """Not encrypted, nor one that is spun for: its answers can be waited for on an event loop."""
+        return not self._busy_poll_s and not hasattr(self._sock, "pending")
+
+    @property
     def sock(self) -> socket.socket:
         """To be shut down by whoever ends what it is used for."""
         return self._sock
@@ -159,13 +164,19 @@ class MemoryConnection:
 
     def read_into(self, block: int, generation: int, offset: int, view: memoryview, *, packed: int = 0) -> bool:
         """`packed`: the codec that the server may use, 0 for none; whether it did."""
+        if len(view) <= SMALL_BYTES and not packed:
+            view[:] = self.read(block, generation, offset, len(view))
+            return False
         with self._step:
             flags = self._flags | (PACKED if packed else 0)
             self._ask(REQUEST.pack(MAGIC, READ, flags, packed, block, generation, offset, len(view)))
-            if len(view) <= SMALL_BYTES and not packed:
-                self._take_small(view)
-                return False
             return self._take_data(view)
+
+    def read(self, block: int, generation: int, offset: int, size: int) -> bytes:
+        """A little, up to SMALL_BYTES: one call to the kernel each way if all comes at once, and few steps beside."""
+        with self._step:
+            self._ask(REQUEST.pack(MAGIC, READ, self._flags, 0, block, generation, offset, size))
+            return self._take_little(size)
 
     def readv_into(self, block: int, generation: int, pieces: Pieces, view: memoryview) -> None:
         """The pieces one after another."""
@@ -179,7 +190,9 @@ class MemoryConnection:
             flags = (PACKED if codec else 0) | (MARKED if self.marked else 0)
             head = REQUEST.pack(MAGIC, WRITE, flags, codec, block, generation, offset, len(view))
             self.writing = True
-            if codec:
+            if len(view) <= SMALL_BYTES and not codec:
+                self._ask(head + view + SUM.pack(xxh3_64_intdigest(view)))
+            elif codec:
                 packing.send_packed(self._sock, head, view, codec)
             elif len(view) >= LARGE_BYTES:
                 send_large(self._sock, head, view)
@@ -187,6 +200,26 @@ class MemoryConnection:
                 send_data(self._sock, head, [view])
             self._take_reply()
             self.writing = False
+
+    def begin_read(self, block: int, generation: int, offset: int, size: int) -> Answer:
+        """As `read`, for who waits by himself: on an event loop."""
+        request = REQUEST.pack(MAGIC, READ, self._flags, 0, block, generation, offset, size)
+        return self._begin(request, REPLY.size + size + SUM.size)
+
+    def begin_write(self, block: int, generation: int, offset: int, view: memoryview) -> Answer:
+        head = REQUEST.pack(MAGIC, WRITE, 0, 0, block, generation, offset, len(view))
+        self.writing = True
+        return self._begin(head + view + SUM.pack(xxh3_64_intdigest(view)), REPLY.size)
+
+    def _begin(self, request: bytes, wanted: int) -> Answer:
+        self.usable = False  # until all of the answer is there
+        try:
+            sent = self._sock.send(request, socket.MSG_DONTWAIT)
+        except OSError as error:
+            raise ServerLost("lost the connection", cause=error.strerror or str(error)) from None
+        if sent < len(request):
+            raise ServerLost("the other end takes nothing", code="stalled")
+        return Answer(self, self._sock, wanted)
 
     def writev(self, block: int, generation: int, pieces: Pieces, views: Sequence[memoryview]) -> None:
         total = sum(map(len, views))
@@ -218,7 +251,7 @@ class MemoryConnection:
     def admin(self, method: str, **arguments: Any) -> dict[str, Any]:
         body = pack_json({"method": method, **arguments})
         with self._step:
-            send_all(self._sock, REQUEST.pack(MAGIC, ADMIN, 0, 0, 0, 0, 0, len(body)) + body)
+            self._ask(REQUEST.pack(MAGIC, ADMIN, 0, 0, 0, 0, 0, len(body)) + body)
             _, length = self._take_reply()
             if length > MAX_JSON_BYTES:
                 raise ServerLost("an answer that is too long")
@@ -240,7 +273,12 @@ class MemoryConnection:
     # -- how they go ----------------------------------------------------------------------------------------------
 
     def _ask(self, request: bytes) -> None:
-        send_all(self._sock, request)
+        try:
+            self._sock.sendall(request)
+        except BlockingIOError:
+            raise Stalled(0) from None
+        except OSError as error:
+            raise ServerLost("lost the connection", cause=error.strerror or str(error)) from None
 
     def _take_reply(self) -> tuple[int, int]:
         """(flags, length) of what follows."""
@@ -272,22 +310,59 @@ class MemoryConnection:
         receive_data(self._sock, [view])
         return False
 
-    def _take_small(self, view: memoryview) -> None:
-        """As `_take_data`, by one call to the kernel where all has come."""
-        wanted = REPLY.size + len(view) + SUM.size
+    def _take_little(self, size: int) -> bytes:
+        wanted = REPLY.size + size + SUM.size
         whole = memoryview(bytearray(wanted))
         got = spin(self._sock, whole, self._busy_poll_s) if self._busy_poll_s else 0
         if got < REPLY.size:
             got += receive_some(self._sock, whole[got:], REPLY.size - got)
         magic, status, flags, _, length = REPLY.unpack_from(whole)
-        if magic != MAGIC or status or flags or length != len(view):
+        if magic != MAGIC or status or flags or length != size:
             self._read_reply(whole[: REPLY.size], bytes(whole[REPLY.size : got]))
             raise ServerLost("an answer of another length than asked for")
         if got < wanted:
             receive_exactly(self._sock, whole[got:])
-        data = whole[REPLY.size : -SUM.size]
+        data = bytes(whole[REPLY.size : -SUM.size])
         compare_sum(SUM.unpack_from(whole, wanted - SUM.size)[0], xxh3_64_intdigest(data))
-        view[:] = data
+        return data
+
+
+class Answer:
+    """What is to come for a small request, taken without waiting."""
+
+    __slots__ = ("_connection", "_got", "_sock", "_whole")
+
+    def __init__(self, connection: MemoryConnection, sock: socket.socket, wanted: int) -> None:
+        self._connection, self._sock, self._got = connection, sock, 0
+        self._whole = memoryview(bytearray(wanted))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def take(self) -> bytes | None:
+        """The data, which is nothing for a write, once all is there. ServerLost: in any other way than asked for."""
+        whole, wanted = self._whole, len(self._whole)
+        try:
+            count = self._sock.recv_into(whole[self._got :], 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ServerLost("lost the connection", cause=error.strerror or str(error)) from None
+        if not count:
+            raise ServerLost("lost the connection", cause="the other end closed it", code="closed")
+        self._got += count
+        if self._got < REPLY.size:
+            return None
+        magic, status, flags, _, length = REPLY.unpack_from(whole)
+        if magic != MAGIC or status or flags or length != max(0, wanted - REPLY.size - SUM.size):
+            raise ServerLost("another answer than asked for", code="refused")
+        if self._got < wanted:
+            return None
+        data = bytes(whole[REPLY.size : -SUM.size]) if wanted > REPLY.size else b""
+        if data:
+            compare_sum(SUM.unpack_from(whole, wanted - SUM.size)[0], xxh3_64_intdigest(data))
+        self._connection.usable, self._connection.writing = True, False
+        return data
 
 
 def _table(pieces: Pieces) -> bytes:

@@ -1,4 +1,8 @@
-"""The memory pool for asyncio: each transfer runs in a thread of its own, so that the loop is never late."""
+"""The memory pool for asyncio: a transfer runs in a thread of its own, so that the loop is never late.
+
+Only a little data, of a block that is known, over a connection that is idle, goes without one: handing it to a thread
+and back takes longer than the request.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from distributed_grid.agent.memory.errors import PoolClosed
+from distributed_grid.agent.memory.connection import Answer, MemoryConnection
+from distributed_grid.agent.memory.errors import ChecksumMismatch, PoolClosed, ServerLost
+from distributed_grid.agent.memory.protocol import STALL_LIMIT_S, Stalled
 from distributed_grid.config.models import ClusterConfig
+from distributed_grid.core.errors import GridError
 from distributed_grid.orchestration.distributed_memory_pool import forks
-from distributed_grid.orchestration.distributed_memory_pool.blocks import Block
+from distributed_grid.orchestration.distributed_memory_pool.blocks import Block, Location, bytes_of
 from distributed_grid.orchestration.distributed_memory_pool.object_calls import ARRAY_CACHE_BYTES
 from distributed_grid.orchestration.distributed_memory_pool.sync import STREAM_CHUNK_BYTES, SyncMemoryPool, chunks_of
 from distributed_grid.orchestration.distributed_memory_pool.transfers import Cancellation, current
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from distributed_grid.orchestration.distributed_memory_pool.mapping import ObjectMapping
 
 THREADS = 16
+#: What surely fits into the buffers of an idle connection, so that sending it never waits.
+ON_LOOP_BYTES = 4096
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -90,6 +99,37 @@ class DistributedMemoryPool:
                     await _until_done(self._threads.submit(undo, running.result()))
             raise
 
+    async def _on_loop(
+        self, block_id: str, offset: int, size: int, begin: Callable[[MemoryConnection, Location], Answer], *,
+        writes: bool = False,
+    ) -> bytes | None:  # fmt: skip
+        """A little request without a thread. None: it is not done, and has to be done in one."""
+        pool = self._pool
+        if self._threads is None or type(offset) is not int:
+            return None
+        location = pool.on_one_wire(block_id, offset, size)
+        if writes and location and (len(location.copies) > 1 or location.at_rest):
+            return None
+        connection = pool.take_idle(location) if location else None
+        if location is None or connection is None:
+            return None
+        try:
+            try:
+                return await _answer(begin(connection, location))
+            finally:
+                if not connection.usable:
+                    connection.close()
+                broken = pool.give_back(location, connection)
+        except asyncio.CancelledError:
+            if broken:
+                await _until_done(self._threads.submit(pool.end_broken, location))
+            raise
+        except (ChecksumMismatch, ServerLost) as error:
+            stalled = error.code == "stalled"
+        if stalled:
+            await self._run(pool.look_again, location)
+        return None
+
     async def allocate(
         self, size: int, preferred_node: str | None = None, *, strict: bool = False, replicas: int = 1,
         owned: bool = False, name: str = "", meta: dict[str, Any] | None = None, at_rest: str = "",
@@ -109,15 +149,43 @@ class DistributedMemoryPool:
 
     async def write(self, block_id: str, data: Any, *, offset: int = 0) -> int:
         """Write anything with the buffer protocol, without a copy; the number of bytes."""
+        view = bytes_of(data)
+        if len(view) <= ON_LOOP_BYTES:
+            done = await self._on_loop(
+                block_id, offset, len(view),
+                lambda connection, at: connection.begin_write(at.number, at.generation, offset, view),
+                writes=True,
+            )  # fmt: skip
+            if done is not None:
+                self._pool.count(written=len(view))
+                return len(view)
         return await self._run(self._pool.write, block_id, data, offset=offset)
 
     async def read(self, block_id: str, size: int | None = None, *, offset: int = 0) -> bytes:
         """`size` bytes from `offset` on; without a size, all to the end."""
+        if type(size) is int and size <= ON_LOOP_BYTES:
+            data = await self._read_on_loop(block_id, offset, size)
+            if data is not None:
+                return data
         return await self._run(self._pool.read, block_id, size, offset=offset)
 
     async def read_into(self, block_id: str, buffer: Any, *, offset: int = 0) -> int:
         """Fill a writable buffer; the number of bytes."""
+        view = bytes_of(buffer)
+        if len(view) <= ON_LOOP_BYTES and not view.readonly:
+            data = await self._read_on_loop(block_id, offset, len(view))
+            if data is not None:
+                view[:] = data
+                return len(view)
         return await self._run(self._pool.read_into, block_id, buffer, offset=offset)
+
+    async def _read_on_loop(self, block_id: str, offset: int, size: int) -> bytes | None:
+        data = await self._on_loop(
+            block_id, offset, size, lambda connection, at: connection.begin_read(at.number, at.generation, offset, size)
+        )
+        if data is not None:
+            self._pool.count(read=size)
+        return data
 
     async def readv(self, block_id: str, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
         """Many `(offset, size)` in one request."""
@@ -200,6 +268,34 @@ class DistributedMemoryPool:
 
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="grid-memory")
+
+
+async def _answer(answer: Answer) -> bytes:
+    loop = asyncio.get_running_loop()
+    waiting: asyncio.Future[bytes] = loop.create_future()
+
+    def take() -> None:
+        try:
+            data = answer.take()
+        except GridError as error:
+            if not waiting.done():
+                waiting.set_exception(error)
+        else:
+            if data is not None and not waiting.done():
+                waiting.set_result(data)
+
+    def give_up() -> None:
+        if not waiting.done():
+            waiting.set_exception(Stalled(0))
+
+    fd = answer.fileno()
+    limit = loop.call_later(STALL_LIMIT_S, give_up)
+    loop.add_reader(fd, take)
+    try:
+        return await waiting
+    finally:
+        loop.remove_reader(fd)
+        limit.cancel()
 
 
 async def _until_done(running: Future[Any]) -> None:

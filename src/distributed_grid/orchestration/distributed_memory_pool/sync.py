@@ -22,7 +22,7 @@ from distributed_grid.agent.memory.errors import (
     ServerLost,
     StaleBlock,
 )  # fmt: skip
-from distributed_grid.agent.memory.protocol import MAX_PIECES
+from distributed_grid.agent.memory.protocol import MAX_PIECES, SMALL_BYTES
 from distributed_grid.config.models import ClusterConfig
 from distributed_grid.config.paths import GridPaths
 from distributed_grid.core.errors import GridError, Refused, TimedOut, UsageError
@@ -52,6 +52,8 @@ MOST_KNOWN = 4096
 STREAM_CHUNK_BYTES = 8 * 1024 * 1024
 #: Writes to a block that is kept packed go in parts, each of which may have to be done again to find room.
 AT_REST_PART_BYTES = 64 * 1024 * 1024
+#: What one copy of a block may fail with, so that it is tried again, there or at another.
+LOST = (ServerLost, BlockNotFound, StaleBlock, ChecksumMismatch)
 
 #: What is done at one copy of a block: over the wire, or in memory that is shared.
 OnWire = Callable[[MemoryConnection, Location, Link], None]
@@ -236,6 +238,13 @@ class SyncMemoryPool(ObjectCalls):
     def write(self, block: str, data: Any, *, offset: int = 0) -> int:
         """Write anything with the buffer protocol, without a copy; the number of bytes."""
         view = bytes_of(data)
+        failure = None
+        if len(view) <= SMALL_BYTES:
+            try:
+                if self._write_little(block, offset, view):
+                    return len(view)
+            except _CopyFailed as error:
+                failure = error
         if len(view) > AT_REST_PART_BYTES and self._locate(block).at_rest:
             self._check_range(self._locate(block), [(offset, len(view))])
             for start in range(0, len(view), AT_REST_PART_BYTES):
@@ -249,8 +258,22 @@ class SyncMemoryPool(ObjectCalls):
             if not codec:
                 link.sent(len(view), time.perf_counter() - began)
 
-        self._write(block, [(offset, len(view))], on_wire, lambda shared: shared.write(offset, view))
+        self._write(block, [(offset, len(view))], on_wire, lambda shared: shared.write(offset, view), failure)
         return len(view)
+
+    def _write_little(self, block: str, offset: int, view: memoryview) -> bool:
+        """As `_read_little`; False: it has to go the long way."""
+        location = self.on_one_wire(block, offset, len(view))
+        if location is None or len(location.copies) > 1 or location.at_rest:
+            return False
+        copy = location.copies[0]
+        try:
+            with self._connections.use(copy, self._uid, self._key) as connection:
+                connection.write(location.number, location.generation, offset, view)
+        except LOST as error:
+            raise _CopyFailed(copy, error) from None
+        self.count(written=len(view))
+        return True
 
     def writev(self, block: str, pieces: Iterable[tuple[int, Any]]) -> int:
         """Many `(offset, data)` in one request; the number of bytes."""
@@ -271,10 +294,8 @@ class SyncMemoryPool(ObjectCalls):
             size = max(0, self._locate(block).size_bytes - offset)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise UsageError(f"a size is a whole number of bytes, not {size!r}", code="bad-size")
-        if size < 2:
-            small = bytearray(size)
-            self.read_into(block, small, offset=offset)
-            return bytes(small)
+        if size <= SMALL_BYTES:
+            return self._read_little(block, offset, size)
         self._check_range(self._locate(block), [(offset, size)])  # before memory is made for it
         data, view = fresh_bytes(size)
         self.read_into(block, view, offset=offset)
@@ -285,15 +306,44 @@ class SyncMemoryPool(ObjectCalls):
         view = bytes_of(buffer)
         if view.readonly and len(view):
             raise UsageError("the buffer can't be written to", hint="give a bytearray or an array", code="read-only")
+        if len(view) <= SMALL_BYTES:
+            view[:] = self._read_little(block, offset, len(view))
+        else:
+            self._read_into(block, offset, view, None)
+        return len(view)
 
+    def _read_little(self, block: str, offset: int, size: int) -> bytes:
+        """The short way to a little data; to whatever is out of the ordinary the long way sees."""
+        failure = None
+        location = self.on_one_wire(block, offset, size)
+        if location is not None:
+            copy = location.copies[0]
+            try:
+                with self._connections.use(copy, self._uid, self._key) as connection:
+                    data = connection.read(location.number, location.generation, offset, size)
+                self.count(read=size)
+                return data
+            except LOST as error:
+                failure = _CopyFailed(copy, error)
+        place = bytearray(size)
+        self._read_into(block, offset, memoryview(place), failure)
+        return bytes(place)
+
+    def on_one_wire(self, block: str, offset: int, size: int) -> Location | None:
+        """Where it is known to lie, if that much can be asked for there over the wire."""
+        location = self._known.get(block)
+        if location is None or not 0 <= offset <= location.size_bytes - size or not size or location.copies[0].shared:
+            return None
+        return location
+
+    def _read_into(self, block: str, offset: int, view: memoryview, failure: _CopyFailed | None) -> None:
         def on_wire(connection: MemoryConnection, location: Location, link: Link) -> None:
             codec = link.codec_for_read(self._mode, len(view))
             began = time.perf_counter()
             if not connection.read_into(location.number, location.generation, offset, view, packed=codec):
                 link.sent(len(view), time.perf_counter() - began)
 
-        self._read(block, [(offset, len(view))], on_wire, lambda shared: shared.read_into(offset, view))
-        return len(view)
+        self._read(block, [(offset, len(view))], on_wire, lambda shared: shared.read_into(offset, view), failure)
 
     def readv(self, block: str, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
         """Many `(offset, size)` in one request."""
@@ -317,6 +367,37 @@ class SyncMemoryPool(ObjectCalls):
         """The bytes in order, a chunk at a time."""
         for start, length in chunks_of(self._locate(block).size_bytes, offset, size, chunk_bytes):
             yield self.read(block, length, offset=start)
+
+    def count(self, *, read: int = -1, written: int = -1) -> None:
+        """One read or write of so many bytes."""
+        if read >= 0:
+            self._counts["reads"] += 1
+            self._counts["bytes_read"] += read
+        else:
+            self._counts["writes"] += 1
+            self._counts["bytes_written"] += written
+
+    # -- for an event loop, which must not wait ---------------------------------------------------------------------
+
+    def take_idle(self, location: Location) -> MemoryConnection | None:
+        """A connection that can be used now, to be given back; None: it has to be waited for."""
+        return self._connections.take_idle(location.copies[0])
+
+    def give_back(self, location: Location, connection: MemoryConnection) -> bool:
+        """Whether it was broken off in a write, so that `end_broken` is to be called."""
+        broken = connection.writing
+        if broken:
+            self._connections.broke(location.copies[0], connection)
+        self._connections.give(location.copies[0], connection)
+        return broken
+
+    def end_broken(self, location: Location) -> None:
+        with contextlib.suppress(GridError):  # then it is ended before anything else is asked there
+            self._connections.end_broken(location.copies[0], self._uid, self._key)
+
+    def look_again(self, location: Location) -> None:
+        """It did not answer: the daemon looks into that, and says where the block lies now."""
+        self._locate(location.id, failed=location.copies[0])
 
     # -- where it lies, and what to do when it does not -----------------------------------------------------------
 
@@ -346,12 +427,21 @@ class SyncMemoryPool(ObjectCalls):
                     cause=f"it has {location.size_bytes} bytes",
                 )
 
-    def _read(self, block: str, places: Sequence[tuple[int, int]], on_wire: OnWire, on_shared: OnShared) -> None:
-        self._repeat(block, places, lambda location: self._at(location.copies[0], location, on_wire, on_shared))
+    def _read(
+        self, block: str, places: Sequence[tuple[int, int]], on_wire: OnWire, on_shared: OnShared,
+        failure: _CopyFailed | None = None,
+    ) -> None:  # fmt: skip
+        def work(location: Location) -> None:
+            self._at(location.copies[0], location, on_wire, on_shared)
+
+        self._repeat(block, places, work, failure)
         self._counts["reads"] += 1
         self._counts["bytes_read"] += sum([length for _, length in places])
 
-    def _write(self, block: str, places: Sequence[tuple[int, int]], on_wire: OnWire, on_shared: OnShared) -> None:
+    def _write(
+        self, block: str, places: Sequence[tuple[int, int]], on_wire: OnWire, on_shared: OnShared,
+        failure: _CopyFailed | None = None,
+    ) -> None:  # fmt: skip
         def everywhere(location: Location) -> None:
             if len(location.copies) == 1:
                 self._at(location.copies[0], location, on_wire, on_shared)
@@ -360,17 +450,22 @@ class SyncMemoryPool(ObjectCalls):
 
         while True:
             try:
-                self._repeat(block, places, everywhere)
+                self._repeat(block, places, everywhere, failure)
                 break
             except PoolFull:  # kept packed, and to take more than it was allowed
                 self._ask("memory_grow", block_id=str(block))
+                failure = None
         self._counts["writes"] += 1
         self._counts["bytes_written"] += sum(length for _, length in places)
 
     def _repeat(
-        self, block: str, places: Sequence[tuple[int, int]], work: Callable[[Location], None]
-    ) -> None:
-        """Both reading and writing can be done again: do so where the block lies now, until it is done or lost."""
+        self, block: str, places: Sequence[tuple[int, int]], work: Callable[[Location], None],
+        first: _CopyFailed | None = None,
+    ) -> None:  # fmt: skip
+        """Both reading and writing can be done again: do so where the block lies now, until it is done or lost.
+
+        `first`: how the first attempt failed, where it was made already.
+        """
         cancellation = current.get()
         location = self._locate(block)
         self._check_range(location, places)
@@ -378,8 +473,11 @@ class SyncMemoryPool(ObjectCalls):
             return
         for attempt in range(ATTEMPTS):
             try:
+                if first is not None:
+                    raise first
                 return work(location)
             except _CopyFailed as failure:
+                first = None
                 if attempt == ATTEMPTS - 1 or (cancellation and cancellation.cancelled):
                     raise failure.error from None
                 with self._lock:
@@ -403,9 +501,8 @@ class SyncMemoryPool(ObjectCalls):
                         return on_shared(shared)
             with self._connections.use(copy, self._uid, self._key) as connection:
                 on_wire(connection, location, self._links.setdefault(copy.node, Link()))
-        except (ServerLost, BlockNotFound, StaleBlock, ChecksumMismatch) as error:
+        except LOST as error:
             raise _CopyFailed(copy, error) from None
-
 
     def _at_all(self, location: Location, on_wire: OnWire) -> None:
         """Each copy is marked as being written until all are; if we go before, the daemon makes them equal again."""
@@ -417,7 +514,7 @@ class SyncMemoryPool(ObjectCalls):
                     connection.marked = True
                     held.append(connection)
                     on_wire(connection, location, self._links.setdefault(copy.node, Link()))
-                except (ServerLost, BlockNotFound, StaleBlock, ChecksumMismatch) as error:
+                except LOST as error:
                     raise _CopyFailed(copy, error) from None
             for connection in reversed(held):  # the first copy last: who waits there may go on
                 with contextlib.suppress(ServerLost):

@@ -106,6 +106,20 @@ class Connections:
             raise ServerLost(f"{copy.node} has a new memory server", code="other-incarnation")
         return connection
 
+    def take_idle(self, copy: Copy) -> MemoryConnection | None:
+        """One that can be used now, if there is one for which nothing has to be waited for."""
+        server = (copy.host, copy.port)
+        with self._lock:
+            kept = self._idle.get(server)
+            if self._closed or not kept or server in self._broken:
+                return None
+            connection = kept[-1]
+            if connection.incarnation != copy.incarnation or not connection.is_plain:
+                return None
+            if time.monotonic() - connection.used_at > TRUSTED_S and not connection.is_alive():
+                return None
+            return kept.pop()
+
     def give(self, copy: Copy, connection: MemoryConnection) -> None:
         now = connection.used_at = time.monotonic()
         old, keep = None, False

@@ -14,14 +14,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from distributed_grid.agent.memory import blocks, clients, packing
+from distributed_grid.agent.memory import connection as connection_module
 from distributed_grid.agent.memory import server as server_module
 from distributed_grid.agent.memory.blocks import BlockTable
+from distributed_grid.agent.memory.clients import Clients
 from distributed_grid.agent.memory.connection import MemoryConnection, incarnation_at, open_socket
 from distributed_grid.agent.memory.errors import BlockNotFound, ChecksumMismatch, ServerLost, WrongKey
 from distributed_grid.agent.memory.launch import RECORD
-from distributed_grid.agent.memory.protocol import ADMIN_UID, GREETING, TLS, receive, user_key
+from distributed_grid.agent.memory.protocol import (
+    ADMIN_UID,
+    FAILED,
+    GREETING,
+    MAGIC,
+    OK,
+    REPLY,
+    SUM,
+    TLS,
+    receive,
+    user_key,
+)
 from distributed_grid.agent.memory.server import MemoryServer
 from distributed_grid.agent.memory.tls import ServerTls, TlsSocket
 from distributed_grid.core.errors import GridError
@@ -65,7 +79,61 @@ def read(connection: MemoryConnection, offset: int, size: int, *, packed: int = 
     return bytes(found)
 
 
+def test_an_answer_that_comes_in_pieces() -> None:
+    data = b"some data"
+    right = REPLY.pack(MAGIC, OK, 0, 0, len(data)) + data + SUM.pack(xxh3_64_intdigest(data))
+    error = REPLY.pack(MAGIC, FAILED, 0, 0, 2) + b"{}"
+    for said, told in ((right, None), (right[:-1] + b"!", ChecksumMismatch), (error, ServerLost), (b"", ServerLost)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connection_module, "prove", lambda sock, uid, key: (1, 1, sock))
+            connection = MemoryConnection(ours, 7, KEY)
+            answer = connection.begin_read(1, 5, 0, len(data))
+            assert not connection.usable and answer.take() is None
+            try:
+                for at in range(len(said)):
+                    theirs.sendall(said[at : at + 1])
+                    found = answer.take()
+                    assert (found == data) == (at == len(said) - 1) and connection.usable == (found is not None)
+                theirs.close()
+                if told:
+                    answer.take()
+            except GridError as refused:
+                assert told and isinstance(refused, told) and not connection.usable
+            else:
+                assert told is None
+
+
+def test_who_writes_a_little_is_seen_by_who_reads_much(server: MemoryServer) -> None:
+    """His next write may come while a slice is summed and sent."""
+    block = server.table._find(1, 7, 5)
+    with connected(server) as client:
+        assert not block.has_writers() and not block.has_other_writers()
+        client.write(1, 5, 0, memoryview(b"a little"))
+        block.little_at += 60
+        assert block.has_writers() and block.has_other_writers()
+        block.little_at -= 120
+        assert not block.has_writers() and read(client, 0, 8) == b"a little"
+
+
 # -- broken off ----------------------------------------------------------------------------------------------------
+
+
+def test_one_that_just_proved_itself_is_ended_too() -> None:
+    """It may have sent a request before the server has noted whose it is."""
+    many, table = Clients(), BlockTable()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        client = many.came(ours)
+        assert client
+        ending = threading.Thread(target=many.end, args=[client.number, 7, table])
+        ending.start()
+        ending.join(0.05)
+        assert ending.is_alive() and many.proved(client, 7, ours)
+        assert theirs.recv(1) == b"" and ending.is_alive()
+        many.went(client)
+        ending.join(30)
+        assert not ending.is_alive()
 
 
 def test_a_write_that_was_ended_is_over(server: MemoryServer) -> None:
