@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import shutil
 import statistics
 import tempfile
@@ -30,7 +31,9 @@ TIMES = int(os.environ.get("BENCH_POOL_TIMES", "7"))
 WITHOUT = set(os.environ.get("BENCH_POOL_WITHOUT", "").split(","))
 SIZES = sorted({min(64 * MIB, LARGEST), min(256 * MIB, LARGEST), LARGEST})
 MIDDLE = SIZES[0]
-ROUNDS = 2000
+ACTOR_SIZES = (64 * 1024, MIB, *SIZES[:2])
+#: Little requests in one turn, and turns: many short ones, so that a noisy neighbour disturbs all of them alike.
+ROUNDS, TURNS = 250, 8
 BUSY_POLL_S = 60e-6
 NODE = "gpu1"
 
@@ -54,7 +57,7 @@ def _world(shared: bool) -> Iterator[World]:
 def run(report: Report) -> None:
     parts: dict[str, Callable[[Report, World, SyncMemoryPool], None]] = {
         "stream": _streams, "small": _small, "memory": _extra_memory, "fresh": _fresh, "loop": _loop,
-        "random": _random, "redis": _redis, "flight": _flight, "ray": _ray,
+        "random": _random, "redis": _redis, "flight": _flight,
     }  # fmt: skip
     with _world(shared=False) as world, world.pool(compression="off") as pool:
         for name, part in parts.items():
@@ -64,7 +67,9 @@ def run(report: Report) -> None:
         with _world(shared=True) as world, world.pool(compression="off") as pool:
             _shared(report, pool)
             if "ray" not in WITHOUT:
-                _ray(report, world, pool, "shared memory")
+                _ray_on_one_host(report, pool)
+    if "ray" not in WITHOUT:
+        _ray_between_hosts(report)
     if "link" not in WITHOUT:
         _link(report)
 
@@ -105,14 +110,16 @@ def _small(report: Report, world: World, pool: SyncMemoryPool) -> None:
     assert record
     try:
         with world.pool(compression="off", busy_poll_s=BUSY_POLL_S) as polling, _a_core_each(peer, record.pid):
-            times: tuple[list[float], list[float], list[float]] = ([], [], [])
-            for _ in range(TIMES + 1):
+            times: tuple[list[float], ...] = ([], [], [], [])
+            for _ in range(TIMES * TURNS):
                 times[0].append(timed(_times(ROUNDS, lambda: polling.read_into(block, place))) / ROUNDS)
                 times[1].append(timed(_times(ROUNDS, lambda: pool.read_into(block, place))) / ROUNDS)
                 times[2].append(peer.seconds(ROUNDS) / ROUNDS)
-        spun, slept, bare = (statistics.median(one[1:]) for one in times)
-        report.ratio(f"64 B with busy-poll / ping-pong in {peer.language}", spun, bare, limit=0.7)
-        report.ratio(f"64 B without / ping-pong in {peer.language}", slept, bare, limit=1.6)
+                times[3].append(asyncio.run(_awaited(world, block, place)))
+        spun, slept, bare, awaited = (statistics.median(one) for one in times)
+        report.ratio(f"64 B, SyncMemoryPool with busy-poll / {peer.language}", spun, bare, limit=0.7)
+        report.ratio(f"64 B, SyncMemoryPool / {peer.language}", slept, bare, limit=1.6)
+        report.ratio(f"64 B, DistributedMemoryPool / {peer.language}", awaited, bare, limit=None)
         pieces = [(at * 8192, 4096) for at in range(64)]
 
         def one_by_one() -> None:
@@ -125,6 +132,15 @@ def _small(report: Report, world: World, pool: SyncMemoryPool) -> None:
         peer.close()
         shutil.rmtree(directory, ignore_errors=True)
         pool.deallocate(block)
+
+
+async def _awaited(world: World, block: str, place: memoryview) -> float:
+    async with DistributedMemoryPool(world.config, compression="off") as mine:
+        await mine.read_into(block, place)  # finds the block, and opens a connection
+        began = time.perf_counter()
+        for _ in range(ROUNDS):
+            await mine.read_into(block, place)
+        return (time.perf_counter() - began) / ROUNDS
 
 
 @contextlib.contextmanager
@@ -208,9 +224,10 @@ def _loop(report: Report, world: World, pool: SyncMemoryPool) -> None:
             while len(busy) < 300:
                 ended = asyncio.Event()
                 watching = asyncio.ensure_future(watch(ended))
-                await mine.read(block)
+                data = await mine.read(block)
                 ended.set()
                 busy += await watching
+                del data  # 1 GiB given back to the system takes 3 ms of whoever drops it: not the read's
             await mine.deallocate(block)
             return _high(busy), _high(idle)
 
@@ -264,24 +281,89 @@ def _flight(report: Report, world: World, pool: SyncMemoryPool) -> None:
         pool.deallocate(block)
 
 
-def _ray(report: Report, world: World, pool: SyncMemoryPool, way: str = "TCP") -> None:
-    """An actor on this host has shared memory too: both ways, for a program here and for one on another host."""
+def _ray_on_one_host(report: Report, pool: SyncMemoryPool) -> None:
+    """An actor on this host passes its data through shared memory, as a pool on this host does."""
     with ray_actor() as make:
-        for size in (64 * 1024, MIB, *SIZES[:2]):
-            _beside_an_actor(report, pool, make(), size, way)
+        for size in ACTOR_SIZES:
+            _beside_an_actor(report, pool, make(), size)
 
 
-def _beside_an_actor(report: Report, pool: SyncMemoryPool, actor: RayActor, size: int, way: str) -> None:
-    limit, count = (1 / 10, 20) if size <= MIB else (1 / 3, 1)
+def _beside_an_actor(report: Report, pool: SyncMemoryPool, actor: RayActor, size: int) -> None:
+    limit, count = _actor_limit(size), _actor_count(size)
     block, data = pool.allocate(size, NODE), os.urandom(size) if size <= MIB else _noise(size)
     ours, peer = sample_pair(
         _times(count, lambda: pool.write(block, data)), _times(count, lambda: actor.write(data)), times=TIMES
     )
-    report.ratio(f"write {_name(size)} by {way} / Ray actor", ours.median_s, peer.median_s, limit=limit)
+    report.ratio(f"write {_name(size)} on one host / Ray actor", ours.median_s, peer.median_s, limit=limit)
     ours, peer = sample_pair(_times(count, lambda: pool.read(block)), _times(count, actor.read), times=TIMES)
-    report.ratio(f"read {_name(size)} by {way} / Ray actor", ours.median_s, peer.median_s, limit=limit)
+    report.ratio(f"read {_name(size)} on one host / Ray actor", ours.median_s, peer.median_s, limit=limit)
     actor.close()
     pool.deallocate(block)
+
+
+def _actor_limit(size: int) -> float:
+    return 1 / 10 if size <= MIB else 1 / 3
+
+
+def _actor_count(size: int) -> int:
+    return 20 if size <= MIB else 1
+
+
+#: On the head of the lab: an actor on the other host, and a block there, in turns.
+_BESIDE_AN_ACTOR = """
+import json, logging, os, sys, time
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from distributed_grid.orchestration.distributed_memory_pool import SyncMemoryPool
+there, times, plan = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+ray.init(log_to_driver=False, logging_level=logging.ERROR)
+[node] = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == there]
+class Holder:
+    def write(self, data): self.data = bytearray(data)
+    def read(self): return self.data
+Actor = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(Holder)
+found = {}
+with SyncMemoryPool(compression="off") as pool:
+    for size, count in plan:
+        data, actor, block = os.urandom(size), Actor.remote(), pool.allocate(size, "gpu1", strict=True)
+        works = {
+            "write": (lambda: pool.write(block, data), lambda: ray.get(actor.write.remote(data))),
+            "read": (lambda: pool.read(block), lambda: ray.get(actor.read.remote())),
+        }
+        for what, pair in works.items():
+            taken = ([], [])
+            for _ in range(times + 1):
+                for work, into in zip(pair, taken):
+                    began = time.perf_counter()
+                    for _ in range(count): work()
+                    into.append((time.perf_counter() - began) / count)
+            found[f"{what} {size}"] = [one[1:] for one in taken]
+        assert pool.read(block) == data == bytes(ray.get(actor.read.remote()))
+        ray.kill(actor)
+        pool.deallocate(block)
+print(json.dumps(found))
+"""
+
+
+def _ray_between_hosts(report: Report) -> None:
+    """A block on another host beside an actor there, from the head of a cluster on two hosts."""
+    from bench._lab import lab_cluster
+    from tests.lab.clusters import PYTHON
+    from tests.lab.hosts import missing_tools
+
+    if lacking := missing_tools():
+        report.note(f"left out: a Ray actor on another host (no {', '.join(lacking)})")
+        return
+    plan = [(size, _actor_count(size)) for size in ACTOR_SIZES]
+    with lab_cluster("gpu-master", "gpu1", more=f"ray:\n  object_store_bytes: {2048 * MIB}\n") as cluster:
+        argv = [str(PYTHON), "-c", _BESIDE_AN_ACTOR, cluster.lab["gpu1"].address, str(TIMES), json.dumps(plan)]
+        shell = f'eval "$({shlex.join(cluster.argv("env"))})" && exec {shlex.join(argv)}'
+        done = cluster.head.run(["bash", "-c", shell], timeout=900, cwd="/root", env={"GRID_CONFIG": cluster.config})
+        found = json.loads(done.stdout.splitlines()[-1])
+    for size in ACTOR_SIZES:
+        for what in ("write", "read"):
+            ours, peer = (statistics.median(taken) for taken in found[f"{what} {size}"])
+            report.ratio(f"{what} {_name(size)} between hosts / Ray actor", ours, peer, limit=_actor_limit(size))
 
 
 def _shared(report: Report, pool: SyncMemoryPool) -> None:
