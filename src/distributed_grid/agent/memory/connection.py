@@ -21,6 +21,7 @@ from distributed_grid.agent.memory.protocol import (
     FAILED,
     HANDSHAKE_LIMIT_S,
     LARGE_BYTES,
+    LITTLE_BYTES,
     MAGIC,
     MARKED,
     MAX_JSON_BYTES,
@@ -33,7 +34,6 @@ from distributed_grid.agent.memory.protocol import (
     REQUEST,
     SETTLE,
     SHARE,
-    SMALL_BYTES,
     SOCKET_BUFFER_BYTES,
     STALL_LIMIT_S,
     SUM,
@@ -164,7 +164,7 @@ class MemoryConnection:
 
     def read_into(self, block: int, generation: int, offset: int, view: memoryview, *, packed: int = 0) -> bool:
         """`packed`: the codec that the server may use, 0 for none; whether it did."""
-        if len(view) <= SMALL_BYTES and not packed:
+        if len(view) <= LITTLE_BYTES and not packed:
             view[:] = self.read(block, generation, offset, len(view))
             return False
         with self._step:
@@ -173,7 +173,7 @@ class MemoryConnection:
             return self._take_data(view)
 
     def read(self, block: int, generation: int, offset: int, size: int) -> bytes:
-        """A little, up to SMALL_BYTES: one call to the kernel each way if all comes at once, and few steps beside."""
+        """A little, up to LITTLE_BYTES: one call to the kernel each way if all comes at once, and few steps beside."""
         with self._step:
             self._ask(REQUEST.pack(MAGIC, READ, self._flags, 0, block, generation, offset, size))
             return self._take_little(size)
@@ -190,8 +190,8 @@ class MemoryConnection:
             flags = (PACKED if codec else 0) | (MARKED if self.marked else 0)
             head = REQUEST.pack(MAGIC, WRITE, flags, codec, block, generation, offset, len(view))
             self.writing = True
-            if len(view) <= SMALL_BYTES and not codec:
-                self._ask(head + view + SUM.pack(xxh3_64_intdigest(view)))
+            if len(view) <= LITTLE_BYTES and not codec:
+                self._ask(b"".join((head, view, SUM.pack(xxh3_64_intdigest(view)))))
             elif codec:
                 packing.send_packed(self._sock, head, view, codec)
             elif len(view) >= LARGE_BYTES:
@@ -209,7 +209,7 @@ class MemoryConnection:
     def begin_write(self, block: int, generation: int, offset: int, view: memoryview) -> Answer:
         head = REQUEST.pack(MAGIC, WRITE, 0, 0, block, generation, offset, len(view))
         self.writing = True
-        return self._begin(head + view + SUM.pack(xxh3_64_intdigest(view)), REPLY.size)
+        return self._begin(b"".join((head, view, SUM.pack(xxh3_64_intdigest(view)))), REPLY.size)
 
     def _begin(self, request: bytes, wanted: int) -> Answer:
         self.usable = False  # until all of the answer is there

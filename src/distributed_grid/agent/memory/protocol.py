@@ -55,6 +55,8 @@ SERVER_POLL_S = 50e-6
 ADMIN_UID = -1
 SLICE_BYTES = 256 * 1024
 SMALL_BYTES = 16 * 1024
+#: Up to here a request is done in one piece and few steps, with a copy more.
+LITTLE_BYTES = 64 * 1024
 #: From here on a sum is made beside the sending.
 LARGE_BYTES = 8 * 1024 * 1024
 SOCKET_BUFFER_BYTES = 2 * 1024 * 1024

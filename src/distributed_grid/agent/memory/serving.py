@@ -20,6 +20,7 @@ from distributed_grid.agent.memory.protocol import (
     ADMIN_UID,
     END,
     FAILED,
+    LITTLE_BYTES,
     MAGIC,
     MARKED,
     MAX_JSON_BYTES,
@@ -38,7 +39,6 @@ from distributed_grid.agent.memory.protocol import (
     SETTLE,
     SHARE,
     SLICE_BYTES,
-    SMALL_BYTES,
     SUM,
     WRITE,
     WRITEV,
@@ -98,7 +98,7 @@ class Serving:
         self._polled = bool(flags & POLLED)
         self._client.busy = True
         try:
-            if length <= SMALL_BYTES and not flags & ~POLLED and operation in (READ, WRITE):
+            if length <= LITTLE_BYTES and not flags & ~POLLED and operation in (READ, WRITE):
                 if operation == READ:
                     self._read_little(block, generation, offset, length)
                 else:
@@ -152,7 +152,8 @@ class Serving:
         if data is None:
             self._read(block_id, generation, [(offset, length)], length, 0)
         else:
-            self._answer(REPLY.pack(MAGIC, OK, 0, 0, length) + data + SUM.pack(xxh3_64_intdigest(data)))
+            total = SUM.pack(xxh3_64_intdigest(data))
+            self._answer(b"".join((REPLY.pack(MAGIC, OK, 0, 0, length), data, total)))
 
     def _write_little(self, block_id: int, generation: int, offset: int, length: int) -> None:
         """Nothing of it is in the block before all of it came and was found right."""

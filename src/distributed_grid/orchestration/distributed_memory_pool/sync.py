@@ -22,7 +22,7 @@ from distributed_grid.agent.memory.errors import (
     ServerLost,
     StaleBlock,
 )  # fmt: skip
-from distributed_grid.agent.memory.protocol import MAX_PIECES, SMALL_BYTES
+from distributed_grid.agent.memory.protocol import LITTLE_BYTES, MAX_PIECES
 from distributed_grid.config.models import ClusterConfig
 from distributed_grid.config.paths import GridPaths
 from distributed_grid.core.errors import GridError, Refused, TimedOut, UsageError
@@ -239,7 +239,7 @@ class SyncMemoryPool(ObjectCalls):
         """Write anything with the buffer protocol, without a copy; the number of bytes."""
         view = bytes_of(data)
         failure = None
-        if len(view) <= SMALL_BYTES:
+        if len(view) <= LITTLE_BYTES:
             try:
                 if self._write_little(block, offset, view):
                     return len(view)
@@ -294,7 +294,7 @@ class SyncMemoryPool(ObjectCalls):
             size = max(0, self._locate(block).size_bytes - offset)
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise UsageError(f"a size is a whole number of bytes, not {size!r}", code="bad-size")
-        if size <= SMALL_BYTES:
+        if size <= LITTLE_BYTES:
             return self._read_little(block, offset, size)
         self._check_range(self._locate(block), [(offset, size)])  # before memory is made for it
         data, view = fresh_bytes(size)
@@ -306,7 +306,7 @@ class SyncMemoryPool(ObjectCalls):
         view = bytes_of(buffer)
         if view.readonly and len(view):
             raise UsageError("the buffer can't be written to", hint="give a bytearray or an array", code="read-only")
-        if len(view) <= SMALL_BYTES:
+        if len(view) <= LITTLE_BYTES:
             view[:] = self._read_little(block, offset, len(view))
         else:
             self._read_into(block, offset, view, None)
