@@ -218,10 +218,11 @@ def _loop(report: Report, world: World, pool: SyncMemoryPool) -> None:
             block = await mine.allocate(LARGEST, NODE)
             await mine.write(block, _noise(LARGEST))
             busy: list[float] = []
-            ended = asyncio.Event()
-            asyncio.get_running_loop().call_later(2, ended.set)
-            idle = await watch(ended)
-            while len(busy) < 300:
+            idle: list[float] = []
+            while len(busy) < 600:  # in turns, so that a noisy neighbour disturbs both alike
+                ended = asyncio.Event()
+                asyncio.get_running_loop().call_later(0.5, ended.set)
+                idle += await watch(ended)
                 ended = asyncio.Event()
                 watching = asyncio.ensure_future(watch(ended))
                 data = await mine.read(block)
