@@ -126,7 +126,10 @@ def _small(report: Report, world: World, pool: SyncMemoryPool) -> None:
             for offset, size in pieces:
                 pool.read(block, size, offset=offset)
 
-        many, single = sample_pair(_times(50, lambda: pool.readv(block, pieces)), _times(50, one_by_one), times=TIMES)
+        with _a_core_each(peer, record.pid):
+            many, single = sample_pair(
+                _times(10, lambda: pool.readv(block, pieces)), _times(10, one_by_one), times=TIMES * 3
+            )
         report.ratio("64 pieces of 4 KiB in one request / one by one", many.median_s, single.median_s, limit=1 / 15)
     finally:
         peer.close()
