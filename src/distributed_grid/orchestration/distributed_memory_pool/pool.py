@@ -22,6 +22,7 @@ from distributed_grid.config.models import ClusterConfig
 from distributed_grid.core.errors import GridError
 from distributed_grid.orchestration.distributed_memory_pool import forks
 from distributed_grid.orchestration.distributed_memory_pool.blocks import Block, Location, bytes_of
+from distributed_grid.orchestration.distributed_memory_pool.courtesy import let_others_go_first
 from distributed_grid.orchestration.distributed_memory_pool.object_calls import ARRAY_CACHE_BYTES
 from distributed_grid.orchestration.distributed_memory_pool.sync import STREAM_CHUNK_BYTES, SyncMemoryPool, chunks_of
 from distributed_grid.orchestration.distributed_memory_pool.transfers import Cancellation, current
@@ -267,7 +268,7 @@ class DistributedMemoryPool:
 
 
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="grid-memory")
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="grid-memory", initializer=let_others_go_first)
 
 
 async def _answer(answer: Answer) -> bytes:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from distributed_grid.orchestration.distributed_memory_pool import (
     StaleBlock,
 )
 from distributed_grid.orchestration.distributed_memory_pool import pool as pool_module
+from distributed_grid.orchestration.distributed_memory_pool.courtesy import let_others_go_first
 from tests.lab.waiting import wait_until
 from tests.unit.orchestration.distributed_memory_pool.world import World
 
@@ -64,6 +69,18 @@ async def opened(make_world: Callable[..., World]) -> AsyncIterator[Opened]:
         block = await pool.allocate(SIZE, "gpu1", strict=True)
         await pool.write(block, bytes(range(256)) * (SIZE // 256))
         yield Opened(world, pool, block)
+
+
+def test_courtesy_changes_neither_policy_nor_nice() -> None:
+    def look() -> tuple[int, int]:
+        return os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def polite() -> tuple[tuple[int, int], bool, tuple[int, int]]:
+        return look(), let_others_go_first(), look()
+
+    with ThreadPoolExecutor(1) as threads:  # not this thread, which would keep it
+        before, done, after = threads.submit(polite).result()
+    assert before == after and done == (platform.machine() in ("x86_64", "aarch64") and before[0] == os.SCHED_OTHER)
 
 
 async def test_no_thread_is_needed(opened: Opened) -> None:
