@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import os
@@ -20,6 +19,8 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 HANDSHAKE_FRAME_BYTES = 1024
 HANDSHAKE_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 5.0
+#: What may lie here without anybody waiting for it before the other end has to wait.
+AHEAD_BYTES = 128 * 1024
 _MAGIC = b"GRIDWIRE1"
 _LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
@@ -32,56 +33,177 @@ class ChannelClosed(Unavailable):
     code = "connection-lost"
 
 
-class Channel:
-    """Frames over an asyncio stream; `seal` and `unseal` are set once the handshake is done."""
+class Channel(asyncio.Protocol):
+    """Frames over a connection; `_sealer` is set once the handshake is done.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._sealer: _Sealer | None = None
-        self._send_lock = asyncio.Lock()
+    A protocol and not a stream: a frame is handed on by the very turn of the loop that reads its last byte.
+    """
+
+    def __init__(self, peer: str = "", on_open: Callable[[Channel], None] | None = None) -> None:
         self.limit_bytes = MAX_FRAME_BYTES
         self.peer = peer
+        self._on_open = on_open
+        self._transport: asyncio.Transport | None = None
+        self._sealer: _Sealer | None = None
+        #: What has come and is not taken yet. Cut into frames when they are asked for: the handshake changes how.
+        self._came = bytearray()
+        self._take: Callable[[bytes], None] | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._reading = True
+        self._writable = asyncio.Event()
+        self._gone = asyncio.Event()
+        #: Why nothing more comes.
+        self._lost: ChannelClosed | None = None
 
-    async def send(self, data: bytes) -> None:
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def post(self, data: bytes) -> None:
+        """Send without waiting for the other end to take it; for messages of which there are few."""
         if len(data) > MAX_FRAME_BYTES - _SEAL_BYTES:  # before it is sealed: the line stays in step and can go on
             raise UsageError(
                 f"a message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}", code="message-too-long"
             )
-        async with self._send_lock:
-            if self._sealer:
-                data = self._sealer.seal(data)
-            try:
-                self._writer.write(_LENGTH.pack(len(data)) + data)
-                await self._writer.drain()
-            except (OSError, RuntimeError) as error:  # a host that is gone is no ConnectionError
-                raise ChannelClosed(f"lost the connection to {self.peer}", cause=str(error)) from None
+        if self._transport is None or self._transport.is_closing():
+            raise self._lost or self._closed("it was closed")
+        if self._sealer:
+            data = self._sealer.seal(data)
+        self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    async def send(self, data: bytes) -> None:
+        self.post(data)
+        if not self._writable.is_set():
+            await self._writable.wait()
+            if self._gone.is_set():
+                raise self._lost or self._closed("it was closed")
+
+    @property
+    def is_clogged(self) -> bool:
+        """The other end does not take what it is sent."""
+        return not self._writable.is_set()
+
+    # -- receiving ------------------------------------------------------------------------------------------------
 
     async def recv(self) -> bytes:
+        while (data := self._next()) is None:
+            if self._lost:
+                raise self._lost
+            self._read_on(True)
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        return data
+
+    async def hear(self, take: Callable[[bytes], None]) -> None:
+        """Hand every message to `take` as it comes, until the line ends: that raises ChannelClosed, as `take` may."""
+        self._take = take
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > self.limit_bytes:
-                raise ChannelClosed(f"{self.peer} announced a message of {length} bytes", code="message-too-long")
-            data = await self._reader.readexactly(length)
-        except (OSError, asyncio.IncompleteReadError, RuntimeError) as error:
-            raise ChannelClosed(f"lost the connection to {self.peer}", cause=str(error)) from None
+            self._hand_on()
+            self._read_on(True)
+            while self._lost is None:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+            raise self._lost
+        finally:
+            self._take = self._wake = None
+
+    def _next(self) -> bytes | None:
+        """The next frame, if all of it is there."""
+        if len(self._came) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._came)
+        if length > self.limit_bytes:
+            raise ChannelClosed(f"{self.peer} announced a message of {length} bytes", code="message-too-long")
+        end = _LENGTH.size + length
+        if len(self._came) < end:
+            return None
+        with memoryview(self._came) as view:
+            data = bytes(view[_LENGTH.size : end])
+        del self._came[:end]
         return self._sealer.unseal(data, self.peer) if self._sealer else data
 
+    def _hand_on(self) -> None:
+        try:
+            while self._take is not None and (data := self._next()) is not None:
+                self._take(data)
+        except ChannelClosed as error:
+            self._take = None
+            self._end(error)
+
+    def _read_on(self, on: bool) -> None:
+        if on == self._reading or self._transport is None or self._transport.is_closing():
+            return
+        self._reading = on
+        if on:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def _end(self, why: ChannelClosed) -> None:
+        self._lost = self._lost or why
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _closed(self, cause: str) -> ChannelClosed:
+        return ChannelClosed(f"lost the connection to {self.peer}", cause=cause)
+
+    # -- what the loop tells --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._writable.set()
+        if self._on_open:
+            name = transport.get_extra_info("peername")
+            self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "the local socket"
+            self._on_open(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._came += data
+        if self._take is not None:
+            self._hand_on()
+        elif self._wake is not None:
+            self._wake_up()
+        elif len(self._came) > AHEAD_BYTES:  # nobody waits for it
+            self._read_on(False)
+
+    def eof_received(self) -> None:
+        self._end(self._closed("the other end hung up"))
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(self._closed(str(error or "it was closed")))
+        self._gone.set()
+        self._writable.set()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
 
     async def wait_closed(self) -> None:
+        if self._transport is None:
+            return
         try:
-            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_LIMIT_S)
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._gone.wait()
         except TimeoutError:  # what was still to be sent can't be: whoever waits for that is let go
-            self._writer.transport.abort()
-        except OSError:
-            pass
+            self._transport.abort()
 
     def peer_credentials(self) -> tuple[int, int]:
         """(uid, pid) of the process at the other end of a unix socket, from the kernel."""
-        sock: socket.socket = self._writer.get_extra_info("socket")
+        assert self._transport is not None
+        sock: socket.socket = self._transport.get_extra_info("socket")
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _gid = struct.unpack("3i", raw)
         return uid, pid
@@ -123,8 +245,7 @@ async def connect(host: str, port: int, secret: bytes, timeout_s: float = HANDSH
     peer = f"{host}:{port}"
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
-            channel = Channel(reader, writer, peer)
+            _transport, channel = await asyncio.get_running_loop().create_connection(lambda: Channel(peer), host, port)
             try:
                 await _handshake_as_client(channel, secret)
             except BaseException:
@@ -182,10 +303,11 @@ class Listener:
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name = writer.get_extra_info("peername")
-        peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "the local socket"
-        task = asyncio.get_running_loop().create_task(self._handle(Channel(reader, writer, peer)))
+    def accept(self) -> Channel:
+        return Channel(on_open=self._opened)
+
+    def _opened(self, channel: Channel) -> None:
+        task = asyncio.get_running_loop().create_task(self._handle(channel))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -214,7 +336,7 @@ async def serve(host: str, port: int, secret: bytes, on_channel: OnChannel) -> L
         await _handshake_as_server(channel, secret)
 
     listener = Listener(on_channel, handshake)
-    listener._server = await asyncio.start_server(listener._accept, host, port)
+    listener._server = await asyncio.get_running_loop().create_server(listener.accept, host, port)
     return listener
 
 
@@ -224,7 +346,7 @@ async def serve_unix(path: Path, on_channel: OnChannel) -> Listener:
     before = os.umask(0o177)
     try:
         path.unlink(missing_ok=True)
-        listener._server = await asyncio.start_unix_server(listener._accept, str(path))
+        listener._server = await asyncio.get_running_loop().create_unix_server(listener.accept, str(path))
     except OSError as error:
         too_long = len(os.fsencode(path)) >= 108
         hint = "a socket's path has at most 107 bytes: set GRID_HOME to a shorter one" if too_long else ""
@@ -237,10 +359,12 @@ async def serve_unix(path: Path, on_channel: OnChannel) -> Listener:
 async def connect_unix(path: Path, timeout_s: float = 5.0) -> Channel:
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_unix_connection(str(path))
+            _transport, channel = await asyncio.get_running_loop().create_unix_connection(
+                lambda: Channel("the daemon"), str(path)
+            )
     except TimeoutError:
         raise Unavailable(f"the daemon at {path} did not answer within {timeout_s:g} s", code="daemon-silent") from None
     except OSError as error:
         cause = f"{path}: {error.strerror or error}"
         raise Unavailable("the daemon is not running", cause=cause, code="no-daemon") from None
-    return Channel(reader, writer, "the daemon")
+    return channel

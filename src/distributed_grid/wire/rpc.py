@@ -114,27 +114,7 @@ class RpcServer:
         running: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
         await channel.send(pack({"hello": {"protocol": PROTOCOL, **self._hello()}}))
         try:
-            while True:
-                message = unpack(await channel.recv())
-                number = message.get("i")
-                if not isinstance(number, int):
-                    raise ChannelClosed("a message without a number")
-                if "c" in message:
-                    if number in running:
-                        running[number][0].cancel()
-                elif "k" in message:
-                    if number in running:
-                        running[number][1].release()
-                elif number in running:
-                    raise ChannelClosed("two calls with one number")
-                elif len(running) >= MAX_CALLS_PER_CONNECTION:
-                    busy = GridError("too many calls at once on this connection", code="busy")
-                    await channel.send(pack({"i": number, "e": busy.to_wire()}))
-                else:
-                    window = asyncio.Semaphore(STREAM_WINDOW)
-                    task = asyncio.create_task(self._answer(channel, context, number, message, window))
-                    running[number] = (task, window)
-                    task.add_done_callback(functools.partial(_forget, running, number))
+            await channel.hear(functools.partial(self._take, channel, context, running))
         except ChannelClosed:
             pass
         finally:
@@ -142,6 +122,33 @@ class RpcServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(
+        self, channel: Channel, context: CallContext, running: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]],
+        data: bytes,
+    ) -> None:  # fmt: skip
+        message = unpack(data)
+        number = message.get("i")
+        if not isinstance(number, int):
+            raise ChannelClosed("a message without a number")
+        if "c" in message:
+            if number in running:
+                running[number][0].cancel()
+        elif "k" in message:
+            if number in running:
+                running[number][1].release()
+        elif number in running:
+            raise ChannelClosed("two calls with one number")
+        elif len(running) >= MAX_CALLS_PER_CONNECTION:
+            if channel.is_clogged:
+                raise ChannelClosed("too many calls, and no answer is taken")
+            busy = GridError("too many calls at once on this connection", code="busy")
+            channel.post(pack({"i": number, "e": busy.to_wire()}))
+        else:
+            window = asyncio.Semaphore(STREAM_WINDOW)
+            task = asyncio.create_task(self._answer(channel, context, number, message, window))
+            running[number] = (task, window)
+            task.add_done_callback(functools.partial(_forget, running, number))
 
     async def _answer(
         self, channel: Channel, context: CallContext, number: int, message: dict[str, Any], window: asyncio.Semaphore
@@ -198,12 +205,12 @@ def _forget(running: dict[int, Any], number: int, _task: asyncio.Task[None]) -> 
 
 
 class RpcClient:
-    """The calling end. One reader task hands every answer to the call that waits for it."""
+    """The calling end. Every answer is handed to the call that waits for it as it comes."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._next = 0
-        self._waiting: dict[int, asyncio.Queue[dict[str, Any]]] = {}
+        self._waiting: dict[int, Callable[[dict[str, Any]], None]] = {}
         self._lost: ChannelClosed | None = None
         self._reader: asyncio.Task[None] | None = None
         self.hello: dict[str, Any] = {}
@@ -231,31 +238,32 @@ class RpcClient:
 
     async def _read(self) -> None:
         try:
-            while True:
-                message = unpack(await self._channel.recv())
-                queue = self._waiting.get(message.get("i", -1))
-                if queue:
-                    queue.put_nowait(message)
+            await self._channel.hear(self._take)
         except ChannelClosed as error:
             self._lost = error
         finally:
             self._lost = self._lost or ChannelClosed(f"the connection to {self._channel.peer} was closed")
-            for queue in self._waiting.values():
-                queue.put_nowait({"lost": True})
+            for tell in self._waiting.values():
+                tell({"lost": True})
 
-    async def _begin(self, name: str, arguments: dict[str, Any]) -> tuple[int, asyncio.Queue[dict[str, Any]]]:
+    def _take(self, data: bytes) -> None:
+        message = unpack(data)
+        tell = self._waiting.get(message.get("i", -1))
+        if tell:
+            tell(message)
+
+    async def _begin(self, name: str, arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> int:
         if self._lost:
             raise ChannelClosed(self._lost.message, cause=self._lost.cause)
         self._next += 1
         number = self._next
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._waiting[number] = queue
+        self._waiting[number] = tell
         try:
             await self._channel.send(pack({"i": number, "m": name, "a": arguments}))
         except BaseException:
             self._waiting.pop(number, None)
             raise
-        return number, queue
+        return number
 
     def _check(self, message: dict[str, Any]) -> None:
         if "lost" in message:
@@ -266,10 +274,11 @@ class RpcClient:
 
     async def call(self, name: str, *, timeout_s: float | None = 60.0, **arguments: Any) -> Any:
         number, answered = 0, False
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):  # sending waits too, where the other end takes nothing
-                number, queue = await self._begin(name, arguments)
-                message = await queue.get()
+                number = await self._begin(name, arguments, functools.partial(_settle, answer))
+                message = await answer
             answered = True
             self._check(message)
             return message.get("r")
@@ -281,7 +290,8 @@ class RpcClient:
                 await self._cancel(number)
 
     async def stream(self, name: str, **arguments: Any) -> AsyncIterator[Any]:
-        number, queue = await self._begin(name, arguments)
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        number = await self._begin(name, arguments, queue.put_nowait)
         ended = False
         try:
             while True:
@@ -308,6 +318,11 @@ class RpcClient:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.wait_closed()
+
+
+def _settle(answer: asyncio.Future[dict[str, Any]], message: dict[str, Any]) -> None:
+    if not answer.done():  # nobody waits any more
+        answer.set_result(message)
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -147,3 +147,79 @@ def test_the_secret_is_derived_and_not_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("abc\n")
     assert read_secret(tmp_path / "token") != b"abc"
     assert len(read_secret(tmp_path / "token")) == 32
+
+
+@contextlib.asynccontextmanager
+async def raw_peer(tmp_path: Path) -> AsyncIterator[tuple[Channel, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A channel of ours, and the bare bytes at the other end of it."""
+    ours: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+    ended = asyncio.Event()
+
+    async def keep(channel: Channel) -> None:
+        ours.set_result(channel)
+        await ended.wait()
+
+    listener = await serve_unix(tmp_path / "s", keep)
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+    try:
+        yield await ours, reader, writer
+    finally:
+        ended.set()
+        writer.close()
+        await listener.close()
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack("!I", len(data)) + data
+
+
+async def test_frames_that_come_together_or_in_pieces_are_handed_on_one_by_one(tmp_path: Path) -> None:
+    async with raw_peer(tmp_path) as (channel, _reader, writer):
+        got: list[bytes] = []
+        writer.write(frame(b"first") + frame(b"second") + frame(b"third"))
+        assert await channel.recv() == b"first"
+        hearing = asyncio.ensure_future(channel.hear(got.append))  # what had come before is handed on too
+        for byte in frame(b"in pieces") + frame(b""):
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(frame(b"last") + b"\0\0")  # and a piece of one that never comes
+        writer.close()
+        with pytest.raises(ChannelClosed, match="lost the connection"):
+            await hearing
+        assert got == [b"second", b"third", b"in pieces", b"", b"last"]
+
+
+async def test_what_nobody_waits_for_makes_the_other_end_wait(tmp_path: Path) -> None:
+    async with raw_peer(tmp_path) as (channel, _reader, writer):
+        for _ in range(64):
+            writer.write(frame(b"x" * 65_536))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(writer.drain(), 0.2)
+        assert len(channel._came) < 1024 * 1024
+        for _ in range(64):
+            assert len(await channel.recv()) == 65_536
+
+
+async def test_one_who_takes_nothing_is_seen_and_waited_for(tmp_path: Path) -> None:
+    async with raw_peer(tmp_path) as (channel, reader, _writer):
+        async def send_all() -> None:
+            for _ in range(64):
+                await channel.send(b"x" * 65_536)
+
+        sending = asyncio.ensure_future(send_all())
+        while not channel.is_clogged:
+            await asyncio.sleep(0)
+        assert not sending.done()
+        await reader.readexactly(64 * (65_536 + 4))
+        await asyncio.wait_for(sending, 30)
+
+
+async def test_a_fault_of_what_is_heard_ends_the_line(tmp_path: Path) -> None:
+    async with raw_peer(tmp_path) as (channel, _reader, writer):
+        def refuse(data: bytes) -> None:
+            raise ChannelClosed("not ours")
+
+        writer.write(frame(b"one") + frame(b"two"))
+        with pytest.raises(ChannelClosed, match="not ours"):
+            await channel.hear(refuse)
