@@ -54,11 +54,11 @@ class AuditLog:
         if self._descriptor < 0:
             self._open()
         found = os.fstat(self._descriptor)
-        if found.st_nlink == 0:  # someone removed it
-            self._open()
-        elif found.st_size and found.st_size + coming_bytes > self._max_bytes:
+        if found.st_nlink and (not found.st_size or found.st_size + coming_bytes <= self._max_bytes):
+            return found.st_size
+        if found.st_nlink:  # else someone removed it
             self._rotate()
-            self._open()
+        self._open()
         return os.fstat(self._descriptor).st_size
 
     def _rotate(self) -> None:
@@ -96,6 +96,9 @@ def read_audit(path: Path, limit: int = 100) -> list[dict[str, Any]]:
     return list(entries)
 
 
+# default=str: an odd value in a summary must not keep a request out of the log. json.dumps makes an encoder each time.
+_to_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
 def _line(entry: Mapping[str, Any]) -> bytes:
-    # default=str: an odd value in a summary must not keep a request out of the log.
-    return (json.dumps(entry, separators=(",", ":"), default=str) + "\n").encode()
+    return (_to_json(entry) + "\n").encode()
