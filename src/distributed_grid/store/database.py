@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ PAGE_BYTES = 4096
 BUSY_S = 2.0
 # The size at which SQLite begins the WAL anew (1,000 pages, each with a header of 24 bytes), and a little more.
 WAL_BYTES = 1100 * (PAGE_BYTES + 24)
+#: An fsync that takes less than this is done by the loop itself.
+QUICK_SYNC_S = 0.001
 
 # WAL needs memory shared by mmap and sound locks, which these do not promise.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -46,6 +49,9 @@ class Database:
         self._durable: bool | None = None
         self._syncer: ThreadPoolExecutor | None = None
         self._wal = -1
+        #: The fsync that the loop does in its next turn; how long the last one took.
+        self._to_sync: asyncio.Future[None] | None = None
+        self._sync_s = float("inf")
         #: The fsync under way, and the one that follows for what was committed since it began.
         self._syncing: asyncio.Future[None] | None = None
         self._next_sync: asyncio.Future[None] | None = None
@@ -113,11 +119,16 @@ class Database:
         self._durable = durable
 
     def synced(self) -> asyncio.Future[None]:
-        """Done once all that is committed now is on disk; begun at once, and the loop goes on meanwhile.
+        """Done once all that is committed now is on disk.
 
         A commit to the WAL followed by an fsync of it is what SQLite itself does for `synchronous=FULL`. One fsync
         serves all that were committed before it began. Not to be cancelled: others may wait for the same.
+
+        While the disk is quick the loop does it itself, in its next turn: what is sent in this one is on its way then.
+        A thread for it costs more than that, and is there for a disk that is slow: then the loop goes on meanwhile.
         """
+        if self._to_sync is not None:
+            return self._to_sync
         if self._syncing is None or self._syncing.done():
             self._syncing = self._begin_sync()
             return self._syncing
@@ -136,13 +147,30 @@ class Database:
             done: asyncio.Future[None] = loop.create_future()
             done.set_result(None)
             return done
+        if self._sync_s < QUICK_SYNC_S:
+            self._to_sync = loop.create_future()
+            loop.call_soon(self._sync_here, self._to_sync)
+            return self._to_sync
         if self._syncer is None:  # of its own: the loop's other threads may all be busy
             self._syncer = ThreadPoolExecutor(1, "journal-sync")
         return loop.run_in_executor(self._syncer, self._sync)
 
+    def _sync_here(self, done: asyncio.Future[None]) -> None:
+        if self._to_sync is not done:  # it was done before the file was closed
+            return
+        self._to_sync = None
+        try:
+            self._sync()
+        except GridError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
     def _sync(self) -> None:
+        begun = time.monotonic()
         try:
             os.fdatasync(self._wal_descriptor())
+            self._sync_s = time.monotonic() - begun
         except OSError as error:
             if is_disk_full(error):
                 raise disk_full(self.path) from error
@@ -179,6 +207,8 @@ class Database:
             self._run("ROLLBACK")
 
     def close(self) -> None:
+        if self._to_sync is not None:
+            self._sync_here(self._to_sync)
         if self._syncer is not None:
             self._syncer.shutdown()
         if self._wal >= 0:

@@ -11,10 +11,8 @@ from distributed_grid.store.database import Database
 from distributed_grid.store.kv import KeyValues
 from distributed_grid.store.rows import Table
 
+#: The highest fence of the leases that were deleted.
 _FENCE_KEY = "lease.fence"
-#: Fences are set aside in the journal so many at once: not every grant writes that too. Few: they are milliseconds, and
-#: one from the future would beat those that follow a lost journal.
-FENCES_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +39,23 @@ class Leases(Table[LeaseRow]):
         super().__init__(database)
         self._clock = clock
         self._fence = 0  # the last one, once it is known
-        self._set_aside = 0  # up to this one the journal says that they are used
 
     def next_fence(self) -> int:
-        """A number larger than any given out before. Not within a transaction: what is set aside must stay so."""
+        """A number larger than any given out before: the journal has it with the lease that was written with it."""
         if not self._fence:
             highest = self._database.query("SELECT coalesce(max(fence), 0) FROM leases")[0][0]
             self._fence = max(int(KeyValues(self._database).get(_FENCE_KEY, 0)), highest)
         # At least the time in ms: agents remember fences, so they must also grow across a lost journal.
-        fence = max(self._fence + 1, int(self._clock.time() * 1000))
-        if fence > self._set_aside:
-            with self._database.transaction(durable=False):  # on disk with, or before, the lease that has it
-                KeyValues(self._database).put(_FENCE_KEY, fence + FENCES_AT_ONCE)
-            self._set_aside = fence + FENCES_AT_ONCE
-        self._fence = fence
-        return fence
+        self._fence = max(self._fence + 1, int(self._clock.time() * 1000))
+        return self._fence
+
+    def delete(self, row_id: str) -> None:
+        """Take the row away, but for its fence."""
+        with self._database.transaction():
+            row, kept = self.find(row_id), KeyValues(self._database)
+            if row is not None and row.fence > int(kept.get(_FENCE_KEY, 0)):
+                kept.put(_FENCE_KEY, row.fence)
+            super().delete(row_id)
 
     def synced(self) -> asyncio.Future[None]:
         """Done once all leases written so far are on disk. Not to be cancelled: others may wait for the same."""

@@ -16,7 +16,7 @@ from distributed_grid.core.errors import GridError
 from distributed_grid.store import database as database_module
 from distributed_grid.store.database import WAL_BYTES, Database, open_database
 from distributed_grid.store.journal import Journal
-from distributed_grid.store.leases import FENCES_AT_ONCE
+from distributed_grid.store.leases import LeaseRow
 
 
 @pytest.fixture
@@ -69,6 +69,46 @@ async def test_a_disk_that_fails_is_told(database: Database, monkeypatch: pytest
     await database.synced()
 
 
+async def test_while_the_disk_is_quick_the_loop_does_it_itself(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    took_s = [0.0]
+
+    def fsync(_descriptor: int) -> None:
+        threads.append(threading.get_ident())
+        database_module.time.sleep(took_s[0])
+
+    monkeypatch.setattr(database_module.os, "fdatasync", fsync)
+    monkeypatch.setattr(database_module, "QUICK_SYNC_S", 0.5)
+    here = threading.get_ident()
+    await database.synced()  # nothing is known of the disk yet
+    add(database)
+    first = database.synced()
+    add(database)
+    assert database.synced() is first and len(threads) == 1  # not begun yet: it serves what is committed until then
+    took_s[0] = 0.6
+    await first
+    await database.synced()  # it was slow: not here again
+    took_s[0] = 0.0
+    await database.synced()
+    await database.synced()
+    assert [one == here for one in threads] == [False, True, False, False, True]
+
+
+async def test_what_is_still_to_be_synced_is_when_the_file_is_closed(tmp_path: Path) -> None:
+    database = open_database(tmp_path / "j.sqlite3")
+    database.write("CREATE TABLE t (x)")
+    await database.synced()
+    database._sync_s = 0.0
+    add(database)
+    last = database.synced()
+    database.close()
+    assert last.done()
+    await asyncio.sleep(0)  # the turn in which it would have been done
+    assert database._wal == -1
+
+
 async def test_without_a_wal_every_commit_has_waited(tmp_path: Path) -> None:
     database = open_database(tmp_path / "j.sqlite3", wal=False)
     try:
@@ -114,13 +154,16 @@ def test_a_log_is_not_grown_where_there_is_little_room(database: Database, monke
     assert Path(f"{database.path}-wal").stat().st_size < WAL_BYTES
 
 
-def test_fences_grow_across_restarts_and_are_set_aside_many_at_once(tmp_path: Path) -> None:
-    clock = ManualClock()
-    with Journal.open(tmp_path / "journal.sqlite3", clock=clock) as journal:
-        first = journal.leases.next_fence()
-        said = journal.kv.get("lease.fence")
-        assert said == first + FENCES_AT_ONCE
-        fences = [journal.leases.next_fence() for _ in range(10)]
-        assert fences == list(range(first + 1, first + 11)) and journal.kv.get("lease.fence") == said
-    with Journal.open(tmp_path / "journal.sqlite3", clock=clock) as journal:
-        assert journal.leases.next_fence() > fences[-1]
+def test_a_fence_that_was_used_is_never_used_again(tmp_path: Path) -> None:
+    """Also after a restart with a clock that was put back, and when its lease was taken out of the journal."""
+    path, used = tmp_path / "journal.sqlite3", 0
+    for clock in (ManualClock(2_000.0), ManualClock(1_000.0), ManualClock(1_000.0)):
+        with Journal.open(path, clock=clock) as journal:
+            fences = [journal.leases.next_fence() for _ in range(3)]
+            assert fences == sorted(set(fences)) and fences[0] > used
+            used = fences[-1]
+            journal.leases.put(LeaseRow(f"l{used}", "boost", "claiming", "gpu1", "gpu-master", 0, used, 1.0))
+            if clock.time() < 2_000.0:
+                journal.leases.delete(f"l{used}")
+    with Journal.open(path, clock=ManualClock(1_000.0)) as journal:
+        assert journal.leases.next_fence() > used
