@@ -53,29 +53,37 @@ class _Method:
         self.name = name
         self.function = function
         self.streams = inspect.isasyncgenfunction(function)
-        self._model: Any = None
+        self._validate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self._model is None:
-            from pydantic import ConfigDict, create_model
-
-            hints = typing.get_type_hints(self.function, include_extras=True)
-            fields: dict[str, Any] = {}
-            for name, parameter in list(inspect.signature(self.function).parameters.items())[1:]:
-                default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-                fields[name] = (hints[name], default)
-            self._model = create_model(
-                self.name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields
-            )
-        from pydantic import ValidationError
-
+        """Those that were given, as the types that the function takes; its own defaults stand for the others."""
+        if self._validate is None:
+            self._validate = self._made()
         try:
-            checked = self._model.model_validate(arguments)
-        except ValidationError as error:
+            checked: dict[str, Any] = self._validate(arguments)
+        except ValueError as error:  # pydantic's, which is imported with the first call
+            from pydantic import ValidationError
+
+            if not isinstance(error, ValidationError):
+                raise
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or self.name
             raise UsageError(f"{self.name}: {where}: {first['msg']}", code="bad-argument") from None
-        return {name: getattr(checked, name) for name in self._model.model_fields}
+        return checked
+
+    def _made(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        from pydantic import ConfigDict, TypeAdapter
+        from typing_extensions import TypedDict
+
+        hints = typing.get_type_hints(self.function, include_extras=True)
+        fields: dict[str, Any] = {}
+        for name, parameter in list(inspect.signature(self.function).parameters.items())[1:]:
+            given = parameter.default is inspect.Parameter.empty
+            fields[name] = hints[name] if given else typing.NotRequired[hints[name]]
+        make: Any = TypedDict  # with names that are known only now
+        arguments = make(self.name, fields)
+        arguments.__pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+        return TypeAdapter(arguments).validator.validate_python
 
 
 #: Told of each call before anything else is done about it, with the arguments as they came; may refuse it.
