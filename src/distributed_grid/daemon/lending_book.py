@@ -109,8 +109,7 @@ class LendingBook:
             lease.id, lease.kind, lease.state.value, lease.node, lease.target, lease.uid, lease.fence,
             lease.created, lease.expires, lease.to_wire(),
         )  # fmt: skip
-        with self.plane.journal.transaction(durable):
-            self.plane.journal.leases.put(row)
+        self.plane.journal.leases.put(row, durable=durable)
         self._changed(lease)
         return lease
 
@@ -401,6 +400,8 @@ class LendingBook:
             self._going.discard(lease_id)
             self._tried[lease_id] = time.monotonic()
         self.finish(lease_id)
+        if lease.kind != "run":
+            await asyncio.shield(self.plane.journal.leases.synced())
         return True
 
     def is_due_again(self, lease_id: str) -> bool:
@@ -437,12 +438,15 @@ class LendingBook:
         return waited
 
     def finish(self, lease_id: str, state: LeaseState | None = None) -> None:
-        """The agent has let go of it. `state`: None: what `release` was told."""
+        """The agent has let go of it. `state`: None: what `release` was told.
+
+        Whoever is told so waits for the disk first; who has the place next does too, for the same log.
+        """
         lease = self.ledger.leases.get(lease_id)
         if lease is None:
             return
         state = state or self._final.get(lease_id, LeaseState.RELEASED)
-        self.write(replace(lease, state=state), durable=lease.kind != "run")  # first: if that fails, it is tried again
+        self.write(replace(lease, state=state), durable=False)  # first: if that fails, it is tried again
         self.ledger.remove(lease_id)
         self._final.pop(lease_id, None)
         self._tried.pop(lease_id, None)

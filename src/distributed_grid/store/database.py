@@ -62,13 +62,15 @@ class Database:
         except sqlite3.Error as error:
             raise explain(error, self.path) from error
 
-    def write(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """Run one statement; on disk when this returns, unless a transaction is open. The last row's id."""
-        if self._depth:
-            self._check_owner()
-            return self._execute(sql, values)  # one statement is all or nothing by itself
-        with self.transaction():
-            return self._execute(sql, values)
+    def write(self, sql: str, values: Sequence[Any] = (), *, durable: bool = True) -> int:
+        """Run one statement; on disk when this returns, unless a transaction is open. The last row's id.
+
+        Not `durable`: as in `transaction`.
+        """
+        self._check_owner()
+        if not self._depth:
+            self._set_durable(durable)
+        return self._execute(sql, values)  # one statement is all or nothing by itself, and committed by itself
 
     def _execute(self, sql: str, values: Sequence[Any]) -> int:
         try:

@@ -43,9 +43,10 @@ class Table(Generic[R]):
             f"ON CONFLICT (id) DO UPDATE SET {changes}"
         )
 
-    def put(self, row: R) -> R:
+    def put(self, row: R, *, durable: bool = True) -> R:
         """Write the whole row, new or not."""
-        self._database.write(self._put, [self._encode(column, getattr(row, column)) for column in self._columns])
+        values = [self._encode(column, getattr(row, column)) for column in self._columns]
+        self._database.write(self._put, values, durable=durable)
         return row
 
     def get(self, row_id: str) -> R:
