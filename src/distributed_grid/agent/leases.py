@@ -55,11 +55,11 @@ class LeaseCalls:
     # -- claims ---------------------------------------------------------------------------------------------------
 
     @method
-    async def lease_claim(self, context: CallContext, *, lease: dict[str, Any]) -> None:
+    def lease_claim(self, context: CallContext, *, lease: dict[str, Any]) -> None:
         shot = self._node.latest
         gpus = {gpu.index for gpu in shot.gpus} or set(range(shot.gpu_count))
 
-        with self._claims.changing(lease["id"]):  # no thread: it is one short line in a file
+        with self._claims.changing(lease["id"]):  # it waits for nothing: it is one short line in a file
             self._claims.take(lease, int(shot.cpu_cores_total), gpus, shot.memory_total_bytes, self._node.name)
 
     @method

@@ -39,7 +39,7 @@ def keep_log(node_dir: Path) -> None:
         logger.addHandler(handler)
 
 
-async def tell_call(context: CallContext, name: str, arguments: dict[str, Any]) -> None:
+def tell_call(context: CallContext, name: str, arguments: dict[str, Any]) -> None:
     """A guard for the agent's calls that refuses none. Written as soon as the call waits or has its answer."""
     if name in TOLD:
         told = next((arguments[one] for one in IDS if one in arguments), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 from pathlib import Path
@@ -23,11 +24,17 @@ CHECK_S = 2.0
 DELAY_S = 0.1
 
 
+@functools.lru_cache(maxsize=1024)
+def _shown_name(uid: int) -> str:
+    """For people to read: the file of users is not read for each answer."""
+    return user_name(uid)
+
+
 def lease_view(lease: Lease) -> dict[str, Any]:
     amounts = lease.grant.amounts
     kinds = amounts.kinds
     return {
-        **lease.to_wire(), "user": user_name(lease.uid), "amounts": amounts.to_wire(),
+        **lease.to_wire(), "user": _shown_name(lease.uid), "amounts": amounts.to_wire(),
         "allocation_id": lease.id, "source_node": lease.node, "target_node": lease.target,
         "resource_type": kinds[0].value if len(kinds) == 1 else "+".join(kind.value for kind in kinds),
         "amount": amounts.of(kinds[0]) if kinds else 0.0,
@@ -42,7 +49,7 @@ def boost_view(lease: Lease) -> dict[str, Any]:
         "resource_type": kind.value, "amount": lease.grant.amounts.of(kind), "priority": str(lease.priority),
         "allocated_at": lease.created, "expires_at": lease.expires, "state": lease.state.value,
         "is_active": lease.state in (LeaseState.ACTIVE, LeaseState.SUSPENDED) and not lease.overdue,
-        "user": user_name(lease.uid), "cores": list(lease.grant.cores), "gpus": list(lease.grant.gpus),
+        "user": _shown_name(lease.uid), "cores": list(lease.grant.cores), "gpus": list(lease.grant.gpus),
         "tasks": list(lease.tasks),
     }  # fmt: skip
 

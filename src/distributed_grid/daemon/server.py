@@ -90,7 +90,7 @@ class DaemonServer:
             return
         await self._rpc.serve(channel, CallContext(uid=uid, pid=pid, peer=f"uid {uid}"))
 
-    async def _guard(self, context: CallContext, name: str, arguments: dict[str, Any]) -> None:
+    def _guard(self, context: CallContext, name: str, arguments: dict[str, Any]) -> None:
         try:
             target = _summary(arguments)
             self._audit.record(uid=context.uid, pid=context.pid, method=name, target=target, outcome="accepted")
@@ -99,7 +99,7 @@ class DaemonServer:
                 raise
             log.warning("%s of uid %d is not in the audit log: %s", name, context.uid, error)
 
-    async def _on_error(self, context: CallContext, name: str, arguments: dict[str, Any], error: GridError) -> None:
+    def _on_error(self, context: CallContext, name: str, arguments: dict[str, Any], error: GridError) -> None:
         """A second line for what was not carried out: the first was written before anybody could know."""
         outcome = f"{'refused' if isinstance(error, Refused | UsageError) else 'failed'}: {error.code}"
         try:

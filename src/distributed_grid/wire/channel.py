@@ -58,7 +58,7 @@ class Channel(asyncio.Protocol):
     # -- sending --------------------------------------------------------------------------------------------------
 
     def post(self, data: bytes) -> None:
-        """Send without waiting for the other end to take it; for messages of which there are few."""
+        """Send without waiting for the other end; whoever sends much waits until it is `taken`."""
         if len(data) > MAX_FRAME_BYTES - _SEAL_BYTES:  # before it is sealed: the line stays in step and can go on
             raise UsageError(
                 f"a message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}", code="message-too-long"
@@ -71,6 +71,10 @@ class Channel(asyncio.Protocol):
 
     async def send(self, data: bytes) -> None:
         self.post(data)
+        await self.taken()
+
+    async def taken(self) -> None:
+        """Wait while the other end is behind with what it was sent."""
         if not self._writable.is_set():
             await self._writable.wait()
             if self._gone.is_set():

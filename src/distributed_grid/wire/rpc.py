@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,7 +30,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def method(function: F) -> F:
-    """Mark an async function, or an async generator, of a service as callable from the other end."""
+    """Mark an async function, or an async generator, of a service as callable from the other end.
+
+    A plain function too, if it never waits for anything: it is answered in the turn of the loop in which it was asked.
+    """
     function.__grid_method__ = True  # type: ignore[attr-defined]
     return function
 
@@ -53,6 +56,7 @@ class _Method:
         self.name = name
         self.function = function
         self.streams = inspect.isasyncgenfunction(function)
+        self.waits = inspect.iscoroutinefunction(function)
         self._validate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -86,10 +90,19 @@ class _Method:
         return TypeAdapter(arguments).validator.validate_python
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    channel: Channel
+    context: CallContext
+    number: int
+    name: str
+    arguments: dict[str, Any]
+
+
 #: Told of each call before anything else is done about it, with the arguments as they came; may refuse it.
-Guard = Callable[[CallContext, str, dict[str, Any]], Awaitable[None]]
+Guard = Callable[[CallContext, str, dict[str, Any]], None]
 #: Told of each call that was not answered as asked.
-OnError = Callable[[CallContext, str, dict[str, Any], GridError], Awaitable[None]]
+OnError = Callable[[CallContext, str, dict[str, Any], GridError], None]
 
 
 class RpcServer:
@@ -153,59 +166,78 @@ class RpcServer:
             busy = GridError("too many calls at once on this connection", code="busy")
             channel.post(pack({"i": number, "e": busy.to_wire()}))
         else:
+            arguments = message.get("a") or {}
+            if not isinstance(arguments, dict):
+                arguments = {"": arguments}  # no call has such an argument
+            call = _Call(channel, context, number, str(message.get("m")), arguments)
+            found = self._methods.get(call.name)
+            if found is not None and not found.waits and not found.streams and not channel.is_clogged:
+                self._answer_now(found, call)
+                return
             window = asyncio.Semaphore(STREAM_WINDOW)
-            task = asyncio.create_task(self._answer(channel, context, number, message, window))
+            task = asyncio.create_task(self._answer(call, window))
             running[number] = (task, window)
             task.add_done_callback(functools.partial(_forget, running, number))
 
-    async def _answer(
-        self, channel: Channel, context: CallContext, number: int, message: dict[str, Any], window: asyncio.Semaphore
-    ) -> None:
-        name, arguments = str(message.get("m")), message.get("a") or {}
-        if not isinstance(arguments, dict):
-            arguments = {"": arguments}  # no call has such an argument
-        wrong: GridError | None = None
+    def _answer_now(self, found: _Method, call: _Call) -> None:
         try:
-            if name == "ping":
-                reply: dict[str, Any] = {"i": number, "r": "pong"}
+            result = found.function(call.context, **self._checked(found, call))
+            reply = {"i": call.number, "r": result}
+        except Exception as error:  # noqa: BLE001 - the server's loop: a fault of ours must not end the connection
+            reply = self._wrong(call, error)
+        _reply(call, reply)
+
+    async def _answer(self, call: _Call, window: asyncio.Semaphore) -> None:
+        try:
+            found = self._methods.get(call.name)
+            checked = self._checked(found, call)
+            if found is None:
+                reply: dict[str, Any] = {"i": call.number, "r": "pong"}
+            elif found.streams:
+                async with contextlib.aclosing(found.function(call.context, **checked)) as items:
+                    async for item in items:
+                        await window.acquire()
+                        await call.channel.send(pack({"i": call.number, "s": item}))
+                reply = {"i": call.number, "z": 1}
             else:
-                if self._guard:
-                    await self._guard(context, name, arguments)
-                found = self._methods.get(name)
-                if found is None:
-                    raise UsageError(f"there is no call named {name!r}", code="unknown-call")
-                checked = found.check(arguments)
-                if found.streams:
-                    async with contextlib.aclosing(found.function(context, **checked)) as items:
-                        async for item in items:
-                            await window.acquire()
-                            await channel.send(pack({"i": number, "s": item}))
-                    reply = {"i": number, "z": 1}
-                else:
-                    reply = {"i": number, "r": await found.function(context, **checked)}
-        except GridError as error:
-            wrong = error
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # the server's loop: a fault of ours must not end the connection
-            log.exception("call %s failed", name)
-            cause = f"{type(error).__name__}: {error}"
-            wrong = InternalError(f"{name} failed", cause=cause, hint="see `grid logs daemon`")
-        if wrong is not None:
-            reply = {"i": number, "e": wrong.to_wire()}
-            if self._on_error:
-                await self._on_error(context, name, arguments, wrong)
+                result = found.function(call.context, **checked)
+                reply = {"i": call.number, "r": await result if found.waits else result}
+        except Exception as error:  # noqa: BLE001 - the server's loop: a fault of ours must not end the connection
+            reply = self._wrong(call, error)
+        _reply(call, reply)
         with contextlib.suppress(ChannelClosed):
-            await _reply(channel, number, name, reply)
+            await call.channel.taken()
+
+    def _checked(self, found: _Method | None, call: _Call) -> dict[str, Any]:
+        """Its arguments; the guard is told before anything else is done about it, but for a ping."""
+        if found is None and call.name == "ping":
+            return {}
+        if self._guard:
+            self._guard(call.context, call.name, call.arguments)
+        if found is None:
+            raise UsageError(f"there is no call named {call.name!r}", code="unknown-call")
+        return found.check(call.arguments)
+
+    def _wrong(self, call: _Call, error: Exception) -> dict[str, Any]:
+        if isinstance(error, GridError):
+            told = error
+        else:
+            log.error("call %s failed", call.name, exc_info=error)
+            cause = f"{type(error).__name__}: {error}"
+            told = InternalError(f"{call.name} failed", cause=cause, hint="see `grid logs daemon`")
+        if self._on_error:
+            self._on_error(call.context, call.name, call.arguments, told)
+        return {"i": call.number, "e": told.to_wire()}
 
 
-async def _reply(channel: Channel, number: int, name: str, reply: dict[str, Any]) -> None:
+def _reply(call: _Call, reply: dict[str, Any]) -> None:
     """The caller gets an answer, also where ours can't be sent as it is."""
-    try:
-        await channel.send(pack(reply))
-    except UsageError as error:  # too long, or not plain data
-        told = InternalError(f"the answer to {name} can't be sent", cause=error.message, code=error.code)
-        await channel.send(pack({"i": number, "e": told.to_wire()}))
+    with contextlib.suppress(ChannelClosed):
+        try:
+            call.channel.post(pack(reply))
+        except UsageError as error:  # too long, or not plain data
+            told = InternalError(f"the answer to {call.name} can't be sent", cause=error.message, code=error.code)
+            call.channel.post(pack({"i": call.number, "e": told.to_wire()}))
 
 
 def _forget(running: dict[int, Any], number: int, _task: asyncio.Task[None]) -> None:
@@ -344,7 +376,7 @@ def pack(message: dict[str, Any]) -> bytes:
 def unpack(data: bytes) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(data, raw=False, strict_map_key=False, unicode_errors="surrogateescape")
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a key that is a list
         raise ChannelClosed("a message that can't be read", cause=str(error)) from None
     if not isinstance(message, dict):
         raise ChannelClosed("a message that is not a map")

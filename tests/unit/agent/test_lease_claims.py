@@ -145,7 +145,7 @@ SPEC = {"argv": ["x"], "env": {}}
 
 async def test_nothing_outlives_a_lease_that_is_given_back_while_it_starts(tmp_path: Path) -> None:
     calls, tasks = agent_with(tmp_path)
-    await calls.lease_claim(ASKED, lease=claim("a", cores=(0,)))
+    calls.lease_claim(ASKED, lease=claim("a", cores=(0,)))
     starting = asyncio.create_task(calls.lease_start(ASKED, lease_id="a", fence=1, task_id="t1", spec=SPEC))
     while not calls._starting:
         await asyncio.sleep(0.001)
@@ -164,7 +164,7 @@ async def test_many_tasks_of_one_lease_are_ended_at_once(tmp_path: Path) -> None
     """One after the other, each with its grace, would take longer than anybody waits."""
     calls, tasks = agent_with(tmp_path)
     tasks.go.set()
-    await calls.lease_claim(ASKED, lease=claim("a", cores=(0,)))
+    calls.lease_claim(ASKED, lease=claim("a", cores=(0,)))
     for number in range(3):
         await calls.lease_start(ASKED, lease_id="a", fence=1, task_id=f"t{number}", spec=SPEC)
     await calls.lease_release(ASKED, lease_id="a", fence=1)
@@ -174,7 +174,7 @@ async def test_many_tasks_of_one_lease_are_ended_at_once(tmp_path: Path) -> None
 async def test_nothing_starts_in_a_lease_that_gave_its_cores_away(tmp_path: Path) -> None:
     calls, tasks = agent_with(tmp_path)
     tasks.go.set()
-    await calls.lease_claim(ASKED, lease=claim("a", cores=(0,)))
+    calls.lease_claim(ASKED, lease=claim("a", cores=(0,)))
     await calls.lease_suspend(ASKED, lease_id="a", fence=1, held={"cores": [], "gpus": [], "memory_bytes": 0})
     with pytest.raises(Refused) as caught:
         await calls.lease_start(ASKED, lease_id="a", fence=1, task_id="t1", spec=SPEC)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from distributed_grid.core.errors import GridError, InternalError, NotFound, TimedOut, UsageError
@@ -51,6 +51,12 @@ class Service:
     @method
     async def big(self, context: CallContext) -> str:
         return "x" * (17 * 1024 * 1024)
+
+    @method
+    def double(self, context: CallContext, *, number: int) -> int:
+        if number < 0:
+            raise NotFound("no such number", code="thing")
+        return 2 * number
 
     async def hidden(self, context: CallContext) -> str:
         return "never"
@@ -139,6 +145,7 @@ async def test_what_hangs_on_a_lost_line_is_told(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b"\x81\x90\x00")  # a map whose key is a list
 def test_no_bytes_do_more_than_end_the_line(data: bytes) -> None:
     try:
         assert isinstance(unpack(data), dict)
@@ -158,3 +165,15 @@ async def test_what_cannot_be_sent_is_told_and_the_line_goes_on(tmp_path: Path) 
             await client.call("big", timeout_s=60)
         assert fault.value.code == "message-too-long"
         assert await client.call("add", one=2) == 3
+
+
+async def test_a_plain_function_answers_like_any_other(tmp_path: Path) -> None:
+    async with talking(tmp_path) as (_service, client):
+        assert await client.call("double", number=4) == 8
+        with pytest.raises(UsageError, match="number"):
+            await client.call("double", number="many")
+        with pytest.raises(NotFound):
+            await client.call("double", number=-1)
+        many = await asyncio.gather(*(client.call("double", number=n) for n in range(600)))
+        assert many == [2 * n for n in range(600)]
+        assert await client.call("add", one=1) == 2
