@@ -178,8 +178,8 @@ class NodeLinks:
             if self._links:
                 cause, hint = f"the nodes are {', '.join(self._links)}", "grid status"
             else:  # a daemon for each user: who was let in to somebody else's has to name it
-                cause = "the cluster of this user is not up"
-                hint = "grid cluster start; for somebody else's that you may use: GRID_HOME=DIRECTORY grid …"
+                cause = "the cluster is not up"
+                hint = "grid cluster start; or, to use somebody else's, GRID_HOME=DIRECTORY"
             raise NotFound(f"there is no node {node!r}", cause=cause, hint=hint, code="unknown-node") from None
 
     def open(self, node: str, endpoint: tuple[str, int] | None = None) -> NodeLink:
