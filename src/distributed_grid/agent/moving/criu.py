@@ -32,6 +32,8 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
     (r"No space left on device", "space", "there is no space left for its image"),
 )  # fmt: skip
 _HARMLESS = ("RLIMIT_NOFILE",)
+#: CRIU's own limit for bringing all threads to a stop, which takes milliseconds.
+SEIZE_LIMIT_S = 5
 _SYS_RESOURCE = 24
 #: What a dump needs of root's rights, where CRIU is run as the user whose processes it dumps.
 _DUMP_RIGHTS = (
@@ -109,6 +111,14 @@ def _ids(pid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(users), tuple(groups)
 
 
+def was_not_seized(log: Path) -> bool:
+    """Whether a dump failed because a thread did not come to a stop for CRIU within its limit: nothing was done yet."""
+    try:
+        return "can't wait task" in log.read_text(errors="replace")
+    except OSError:
+        return False
+
+
 def dump_command(
     criu: str, pid: int, image_dir: str, *, lazy_fd: int, status_fd: int, shell_job: bool, options: dict[str, object],
     owner: tuple[int, int] | None = None,
@@ -128,6 +138,7 @@ def dump_command(
         criu, "dump", "-t", str(pid), "-D", image_dir, "--leave-stopped", "--lazy-pages",
         "--ps-socket", str(lazy_fd), "--status-fd", str(status_fd), "-o", "dump.log", "-v1",
         "--manage-cgroups=ignore", "--file-locks", "--ghost-limit", str(options.get("ghost_limit_bytes", 64 << 20)),
+        "--timeout", str(SEIZE_LIMIT_S),
     ]  # fmt: skip
     if owner:
         command.append("--unprivileged")  # it insists where it is not root, whatever rights it has

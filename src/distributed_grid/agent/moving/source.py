@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from distributed_grid.agent.moving.track import Tracker, has_missing_pages, read
 from distributed_grid.core.errors import GridError, Refused, TimedOut
 
 MAX_PASSES = 4
+SEIZE_TRIES = 3
 SMALL_PASS_BYTES = 4 << 20  # less than this is as well sent in the pause
 FILL_LIMIT_S = 60.0
 _HEAD = struct.Struct("<II")  # pid, ranges
@@ -174,15 +176,24 @@ class Source(Holder):
         self.began = time.monotonic()
         stopped_before = self._begin_pause()
         self._park(stopped_before)
-        tree = self._stop_tree(stopped_before)
-        self._reach("frozen", tree=tree, frozen_at=time.time())
-        facts = tree_facts(tree, redirect=bool(self.options.get("redirect", True)))
-        self._save(tree)
-        self._tick("stopped_s")
-        tracked = [pid for pid in tree if pid in self.trackers and not self._forget_other_program(pid)]
-        ready = self._start_dump(facts, tree)
-        late = sum(self._send_pages(pid, self.trackers[pid].written()) for pid in tracked)
-        self._await_dump(ready)
+        frozen_at, late = time.time(), 0
+        for number in range(1, SEIZE_TRIES + 1):
+            tree = self._stop_tree(stopped_before)
+            self._reach("frozen", tree=tree, frozen_at=frozen_at)
+            facts = tree_facts(tree, redirect=bool(self.options.get("redirect", True)))
+            self._save(tree)
+            self._tick("stopped_s")
+            tracked = [pid for pid in tree if pid in self.trackers and not self._forget_other_program(pid)]
+            ready = self._start_dump(facts, tree)
+            late += sum(self._send_pages(pid, self.trackers[pid].written()) for pid in tracked)
+            try:
+                self._await_dump(ready)
+                break
+            except GridError:
+                last = number == SEIZE_TRIES or bool(self.gpu_threads)
+                if last or not criu.was_not_seized(self.shm / "dump.log"):
+                    raise
+                self._wake_again(tree, stopped_before)
         self._tick("dumped_s")
         # This scan is the one that counts: CRIU's own code ran in the process meanwhile.
         late += sum(self._send_pages(pid, self.trackers[pid].written(), must=True) for pid in tracked)
@@ -251,6 +262,19 @@ class Source(Holder):
         self._tick("parked_s")
         if self.cancelled:
             raise Cancelled
+
+    def _wake_again(self, tree: list[int], stopped_before: list[int]) -> None:
+        """Seen, rarely: a thread that stands still does not come to a stop for CRIU. It runs on for a moment."""
+        for pid in tree:
+            print(f"not seized: {pid} {thread_facts(pid)}", file=sys.stderr, flush=True)
+        self.figures["seized_again"] = self.figures.get("seized_again", 0) + 1
+        assert self.asked
+        self.asked.close()
+        for path in self.shm.iterdir():
+            path.unlink()
+        for pid in set(tree) - set(stopped_before):
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
 
     def _stop_tree(self, stopped_before: list[int]) -> list[int]:
         for _ in range(5):
@@ -353,6 +377,20 @@ def _hurry(pid: int) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, pid, -20)
+
+
+def thread_facts(pid: int) -> list[str]:
+    """State, tracer and where in the kernel each of its threads is: for the log."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+        place = Path(f"/proc/{pid}/task/{name}")
+        try:
+            lines = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+            told = [lines[key].strip() for key in ("State", "TracerPid", "SigPnd", "ShdPnd")]
+            found.append(f"{name}: {' '.join(told)} {(place / 'wchan').read_text()}")
+        except (OSError, KeyError):
+            continue
+    return found
 
 
 def _waits_for_pages(pid: int) -> bool:

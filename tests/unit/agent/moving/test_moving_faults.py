@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed_grid.agent.moving import criu
 from distributed_grid.agent.moving.state import thread_states
 from distributed_grid.core.process import ProcessId
 from tests.lab.waiting import wait_until
@@ -124,3 +125,33 @@ def test_the_shim_of_the_copy_dies_before_the_commit(bench: Bench) -> None:
     bench.keepers["a"].out_abort("m")
     bench.runs(child.pid)
     contiguous(bench.log())
+
+
+#: The first dump ends as one does whose thread never came to a stop; all others are CRIU's own.
+NOT_SEIZED = """#!/bin/sh
+case " $* " in *" dump "*)
+  if [ ! -e {mark} ]; then
+    touch {mark}
+    while [ "$1" != -D ]; do shift; done
+    echo "(00.1) Error (compel/src/lib/infect.c:300): SEIZE 7: can't wait task: Interrupted system call" > "$2/dump.log"
+    exit 1
+  fi
+esac
+exec {criu} "$@"
+"""
+
+
+def test_a_thread_that_criu_did_not_see_stop_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = bench.home / "criu"
+    wrapper.write_text(NOT_SEIZED.format(mark=bench.home / "mark", criu=criu.require()))
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("GRID_CRIU", str(wrapper))
+    child = bench.start(COUNTER)
+    bench.wait_log(3)
+    bench.stage(child.pid)
+    assert (bench.home / "mark").exists()
+    assert bench.keepers["a"].out_status("m")["figures"]["seized_again"] == 1
+    bench.keepers["b"].in_go("m")
+    bench.keepers["a"].out_finish("m")
+    wait_until(lambda: len(bench.spool()) > 5, LIMIT_S, "output on the target")
+    contiguous(bench.log() + bench.spool())
