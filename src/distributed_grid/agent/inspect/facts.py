@@ -76,7 +76,8 @@ class ProcessFacts:
     inner_sid: int = 0  # 0: its session leader is outside of its own pid namespace
     other_namespaces: tuple[str, ...] = ()  # kinds in which it is not where we are
     rss_bytes: int = 0
-    shared_bytes: int = 0
+    shared_bytes: int = 0  # of files, and in shared memory
+    shmem_bytes: int = 0  # in shared memory
     pinned_bytes: int = 0  # VmPin: pages that a device may write to
     locked_bytes: int = 0
     swap_bytes: int = 0
@@ -111,6 +112,7 @@ class TreeFacts:
     processes: tuple[ProcessFacts, ...]
     parents: tuple[tuple[int, str], ...] = ()  # (pid, name) above the root, nearest first
     memory_bytes: int = 0  # together: private pages of each, the largest shared part once
+    clean_bytes: int = 0  # of that, pages of files as they are: the target reads them from its own
     #: Of the root: inside the tree, outside of it, or beyond its pid namespace (then CRIU cannot take it).
     session_leader: str = "inside"
     container: str = ""  # control group of a container that we are not in ourselves
@@ -151,7 +153,7 @@ def inspect_tree(pid: int, start_ticks: int = 0) -> TreeFacts:
     processes = [replace(facts[one], files=files[one]) for one in facts]
     return TreeFacts(
         processes=tuple(processes), parents=tuple(parents := parents_of(pid)), memory_bytes=_memory(facts.values()),
-        session_leader=_leader(facts), container=container_of(pid),
+        clean_bytes=_clean(facts.values()), session_leader=_leader(facts), container=container_of(pid),
         under_shim=any(is_shim(read_argv(above)) for above, _ in parents),
     )  # fmt: skip
 
@@ -184,6 +186,11 @@ def _memory(processes: Iterable[ProcessFacts]) -> int:
         private += max(0, one.rss_bytes - one.shared_bytes)
         shared = max(shared, one.shared_bytes)
     return private + shared
+
+
+def _clean(processes: Iterable[ProcessFacts]) -> int:
+    found = list(processes)
+    return max(one.shared_bytes for one in found) - max(one.shmem_bytes for one in found) if found else 0
 
 
 def _leader(facts: Mapping[int, ProcessFacts]) -> str:
@@ -226,7 +233,8 @@ def _process(pid: int) -> ProcessFacts | None:
         tracer_pid=int(status.get("TracerPid", "0")), seccomp=int(status.get("Seccomp", "0")),
         inner_pid=int(status.get("NSpid", str(pid)).split()[-1]), inner_sid=int(status.get("NSsid", "1").split()[-1]),
         other_namespaces=_other_namespaces(base), rss_bytes=_kb(status, "VmRSS"),
-        shared_bytes=_kb(status, "RssFile") + _kb(status, "RssShmem"), pinned_bytes=_kb(status, "VmPin"),
+        shared_bytes=_kb(status, "RssFile") + _kb(status, "RssShmem"), shmem_bytes=_kb(status, "RssShmem"),
+        pinned_bytes=_kb(status, "VmPin"),
         locked_bytes=_kb(status, "VmLck"), swap_bytes=_kb(status, "VmSwap"), peak_rss_bytes=_kb(status, "VmHWM"),
         mapped=mapped_files(pid), origin=origin_of(stat.comm, argv, environment, kernel=kernel),
         readable=may_read(pid),

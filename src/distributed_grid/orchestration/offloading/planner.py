@@ -122,7 +122,7 @@ def make_plan(
     findings = list(checked.findings)
     findings += [Finding("shortage", "notice", f"{target.node}: {text}", "", "both") for text in target.shortages]
     root = facts.root
-    memory = facts.memory_bytes + (parked if strategy != "relaunch" else 0)
+    memory = facts.memory_bytes - facts.clean_bytes + (parked if strategy != "relaunch" else 0)
     sent = checked.file_bytes + (memory if strategy != "relaunch" else 0)
     pause, basis = expected_pause(strategy or "live", memory, checked, past, bandwidth_bytes_s, parked)
     return Plan(
