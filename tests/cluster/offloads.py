@@ -63,10 +63,14 @@ class Started:
         path = self.directory / log
         return path.stat().st_size if path.exists() else 0
 
+    def more(self, where: str, log: str = "log") -> None:
+        """Wait until it has written more."""
+        size = self.size(log)
+        wait_until(lambda: self.size(log) > size, LIMIT_S, f"more output {where}")
+
     def goes_on(self, who: ProcessId, log: str = "log") -> None:
         """Fail unless the very process runs and writes."""
-        before = self.size(log)
-        wait_until(lambda: self.size(log) > before, LIMIT_S, "it to write more")
+        self.more("of the very process", log)
         stat = read_stat(who.pid)
         assert who.is_alive() and stat and stat.state not in "TtZX"
 

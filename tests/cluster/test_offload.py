@@ -178,21 +178,18 @@ def test_a_tree_with_a_pipe_moves_whole_twice_and_comes_home(embedded: EmbeddedC
     script = f'"{PYTHON}" "{PROGRAMS}/chain.py" "$1" | cat; exit 6'
     who = started.spawn(["sh", "-c", script, "sh", str(started.end)])
     first = move(embedded, who.pid, "-t", "gpu1")
-    size = started.size()
-    wait_until(lambda: started.size() > size, LIMIT_S, "output from gpu1")
+    started.more("from gpu1")
     logs = embedded.grid("offload", "logs", first["id"], timeout=LIMIT_S).stdout
     assert logs and logs in started.log.read_text()
 
     second = move(embedded, f"gpu1:{first['target_pid']}", "-t", "gpu2")
     assert (second["node"], second["target"]) == ("gpu1", "gpu2")
     assert found(embedded, first["id"])["state"] == "MOVED"
-    size = started.size()
-    wait_until(lambda: started.size() > size, LIMIT_S, "output from gpu2")
+    started.more("from gpu2")
 
     home = embedded.json("offload", "return", second["id"], timeout=LIMIT_S)
     assert home["target"] == "gpu-master" and found(embedded, second["id"])["state"] == "MOVED"
-    size = started.size()
-    wait_until(lambda: started.size() > size, LIMIT_S, "output at home")
+    started.more("at home")
     assert who.is_alive()
     started.end.touch()
     assert started.processes[0].wait(LIMIT_S) == 6
@@ -232,12 +229,10 @@ def test_a_relaunch_starts_it_again_with_what_was_asked(embedded: EmbeddedCluste
 def test_what_was_relaunched_moves_on_and_comes_home(embedded: EmbeddedCluster, started: Started) -> None:
     who = started.chain(6)
     first = move(embedded, who.pid, "-t", "gpu1", "--strategy", "relaunch")
-    size = started.size()
-    wait_until(lambda: started.size() > size, LIMIT_S, "output from gpu1")
+    started.more("from gpu1")
     home = embedded.json("offload", "return", first["id"], timeout=LIMIT_S)
     assert home["strategy"] == "live" and found(embedded, first["id"])["state"] == "MOVED"
-    size = started.size()
-    wait_until(lambda: started.size() > size, LIMIT_S, "output at home")
+    started.more("at home")
     assert who.is_alive()
     started.end.touch()
     assert started.processes[0].wait(LIMIT_S) == 6
@@ -261,8 +256,7 @@ def test_streams_that_an_exec_would_close_go_on_at_home(embedded: EmbeddedCluste
     """As node's do: the stub is exec'd in the place of the program."""
     who = started.spawn([str(PYTHON), "-c", CLOSES_ON_EXEC, str(started.end)])
     done = move(embedded, who.pid, "-t", "gpu1")
-    size = started.size()
-    wait_until(lambda: started.size() > size, LIMIT_S, "more output at home")
+    started.more("at home")
     started.end.touch()
     assert started.processes[0].wait(LIMIT_S) == 0 and until_over(embedded, done["id"])["exit_code"] == 0
     numbers = [int(line) for line in started.log.read_text().splitlines()]

@@ -39,7 +39,6 @@ from distributed_grid.agent.memory.protocol import (
     SUM,
     WRITE,
     WRITEV,
-    Stalled,
     compare_sum,
     error_from,
     pack_json,
@@ -49,6 +48,7 @@ from distributed_grid.agent.memory.protocol import (
     receive_data,
     receive_exactly,
     receive_some,
+    send_all,
     send_data,
     send_large,
     set_limits,
@@ -169,20 +169,20 @@ class MemoryConnection:
             return False
         with self._step:
             flags = self._flags | (PACKED if packed else 0)
-            self._ask(REQUEST.pack(MAGIC, READ, flags, packed, block, generation, offset, len(view)))
+            send_all(self._sock, REQUEST.pack(MAGIC, READ, flags, packed, block, generation, offset, len(view)))
             return self._take_data(view)
 
     def read(self, block: int, generation: int, offset: int, size: int) -> bytes:
         """A little, up to LITTLE_BYTES: one call to the kernel each way if all comes at once, and few steps beside."""
         with self._step:
-            self._ask(REQUEST.pack(MAGIC, READ, self._flags, 0, block, generation, offset, size))
+            send_all(self._sock, REQUEST.pack(MAGIC, READ, self._flags, 0, block, generation, offset, size))
             return self._take_little(size)
 
     def readv_into(self, block: int, generation: int, pieces: Pieces, view: memoryview) -> None:
         """The pieces one after another."""
         table = _table(pieces)
         with self._step:
-            self._ask(REQUEST.pack(MAGIC, READV, 0, len(pieces), block, generation, 0, len(view)) + table)
+            send_all(self._sock, REQUEST.pack(MAGIC, READV, 0, len(pieces), block, generation, 0, len(view)) + table)
             self._take_data(view)
 
     def write(self, block: int, generation: int, offset: int, view: memoryview, *, codec: int = 0) -> None:
@@ -191,7 +191,7 @@ class MemoryConnection:
             head = REQUEST.pack(MAGIC, WRITE, flags, codec, block, generation, offset, len(view))
             self.writing = True
             if len(view) <= LITTLE_BYTES and not codec:
-                self._ask(b"".join((head, view, SUM.pack(xxh3_64_intdigest(view)))))
+                send_all(self._sock, b"".join((head, view, SUM.pack(xxh3_64_intdigest(view)))))
             elif codec:
                 packing.send_packed(self._sock, head, view, codec)
             elif len(view) >= LARGE_BYTES:
@@ -234,24 +234,24 @@ class MemoryConnection:
     def settle(self) -> None:
         """What was written is in all copies. There is no answer."""
         with self._step:
-            self._ask(REQUEST.pack(MAGIC, SETTLE, 0, 0, 0, 0, 0, 0))
+            send_all(self._sock, REQUEST.pack(MAGIC, SETTLE, 0, 0, 0, 0, 0, 0))
         self.marked = False
 
     def end(self, number: int) -> None:
         """Break off another connection of this user; when this returns it puts nothing into any block any more."""
         with self._step:
-            self._ask(REQUEST.pack(MAGIC, END, 0, 0, number, 0, 0, 0))
+            send_all(self._sock, REQUEST.pack(MAGIC, END, 0, 0, number, 0, 0, 0))
             self._take_reply()
 
     def ping(self) -> None:
         with self._step:
-            self._ask(REQUEST.pack(MAGIC, PING, 0, 0, 0, 0, 0, 0))
+            send_all(self._sock, REQUEST.pack(MAGIC, PING, 0, 0, 0, 0, 0, 0))
             self._take_reply()
 
     def admin(self, method: str, **arguments: Any) -> dict[str, Any]:
         body = pack_json({"method": method, **arguments})
         with self._step:
-            self._ask(REQUEST.pack(MAGIC, ADMIN, 0, 0, 0, 0, 0, len(body)) + body)
+            send_all(self._sock, REQUEST.pack(MAGIC, ADMIN, 0, 0, 0, 0, 0, len(body)) + body)
             _, length = self._take_reply()
             if length > MAX_JSON_BYTES:
                 raise ServerLost("an answer that is too long")
@@ -260,7 +260,7 @@ class MemoryConnection:
     def share(self, block: int, generation: int) -> int:
         """A descriptor of the memory of a block on this host; the block's bytes begin after its control page."""
         with self._step:
-            self._ask(REQUEST.pack(MAGIC, SHARE, 0, 0, block, generation, 0, 0))
+            send_all(self._sock, REQUEST.pack(MAGIC, SHARE, 0, 0, block, generation, 0, 0))
             self._take_reply()
             try:
                 _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
@@ -271,14 +271,6 @@ class MemoryConnection:
             return fds[0]
 
     # -- how they go ----------------------------------------------------------------------------------------------
-
-    def _ask(self, request: bytes) -> None:
-        try:
-            self._sock.sendall(request)
-        except BlockingIOError:
-            raise Stalled(0) from None
-        except OSError as error:
-            raise ServerLost("lost the connection", cause=error.strerror or str(error)) from None
 
     def _take_reply(self) -> tuple[int, int]:
         """(flags, length) of what follows."""

@@ -153,7 +153,7 @@ class Serving:
             self._read(block_id, generation, [(offset, length)], length, 0)
         else:
             total = SUM.pack(xxh3_64_intdigest(data))
-            self._answer(b"".join((REPLY.pack(MAGIC, OK, 0, 0, length), data, total)))
+            send_all(self._sock, b"".join((REPLY.pack(MAGIC, OK, 0, 0, length), data, total)))
 
     def _write_little(self, block_id: int, generation: int, offset: int, length: int) -> None:
         """Nothing of it is in the block before all of it came and was found right."""
@@ -170,15 +170,7 @@ class Serving:
                         block.packed.write(offset, data)
         except GridError as error:
             raise _Refusal(error) from None
-        self._answer(REPLY.pack(MAGIC, OK, 0, 0, 0))
-
-    def _answer(self, answer: bytes) -> None:
-        try:
-            self._sock.sendall(answer)
-        except BlockingIOError:
-            raise Stalled(0) from None
-        except OSError as error:
-            raise ServerLost("lost the connection", cause=error.strerror or str(error)) from None
+        send_all(self._sock, REPLY.pack(MAGIC, OK, 0, 0, 0))
 
     def _read(self, block_id: int, generation: int, pieces: list[tuple[int, int]], length: int, codec: int) -> None:
         if length <= COPIED_BYTES:
