@@ -67,3 +67,9 @@ def test_console_script() -> None:
     assert PROJECT["project"]["scripts"]["grid"] == "distributed_grid.cli:main"
     (entry,) = metadata.entry_points(group="console_scripts", name="grid")
     assert callable(entry.load())
+
+
+def test_no_two_test_files_of_one_name() -> None:
+    """pytest takes them for one and the same module when both are collected, as `make chaos` does."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
