@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from distributed_grid.core.errors import NotFound, Refused, Unavailable, UsageError
@@ -159,24 +160,39 @@ class LendingService:
             raise
 
     @method
-    async def lease_request(
+    def lease_request(
         self, context: CallContext, *, amounts: dict[str, int], kind: str = "allocation", target: str = "",
         priority: str = "normal", nodes: list[str] | None = None, duration_s: float | None = None,
         wait_s: float = 0.0, lease_id: str = "",
-    ) -> dict[str, Any]:  # fmt: skip
-        """A lease that is kept until it is released or its time is up. Safe to repeat with the same `lease_id`."""
+    ) -> Coroutine[Any, Any, dict[str, Any]]:  # fmt: skip
+        """A lease that is kept until it is released or its time is up. Safe to repeat with the same `lease_id`.
+
+        Where there is room its node is asked in the very turn of the loop in which we are.
+        """
         if kind not in ("allocation", "boost"):
             raise UsageError(f"there is no such lease: {kind}", code="lease-kind")
-        known = await self.known(lease_id)
-        if known is None:
-            if not lease_id or lease_id in self.book.ledger.leases:  # the last of that id is still going back
-                lease_id = new_lease_id()
-            waiter = self.ask(
-                lease_id, Amounts.from_wire(amounts), AllocationPriority.parse(priority), context.uid,
+
+        def ask(new_id: str) -> Waiter:
+            return self.ask(
+                new_id, Amounts.from_wire(amounts), AllocationPriority.parse(priority), context.uid,
                 kind, target, tuple(nodes or ()), duration_s,
             )  # fmt: skip
-            known = await self.wait(waiter, wait_s)
-        return lease_view(self.own(context, known))
+
+        if lease_id in self.book.ledger.leases or lease_id in self.book.waiters:
+            return self._asked_before(context, lease_id, ask, wait_s)
+        return self._granted(context, ask(lease_id or new_lease_id()), wait_s)
+
+    async def _granted(self, context: CallContext, waiter: Waiter, wait_s: float) -> dict[str, Any]:
+        return lease_view(self.own(context, await self.wait(waiter, wait_s)))
+
+    async def _asked_before(
+        self, context: CallContext, lease_id: str, ask: Callable[[str], Waiter], wait_s: float
+    ) -> dict[str, Any]:
+        known = await self.known(lease_id)
+        if known is not None:
+            return lease_view(self.own(context, known))
+        going = lease_id in self.book.ledger.leases  # the last of that id is still going back
+        return await self._granted(context, ask(new_lease_id() if going else lease_id), wait_s)
 
     async def known(self, lease_id: str) -> Lease | None:
         """The lease of an id that was asked for before, once it is granted; None: there is none, ask (anew)."""

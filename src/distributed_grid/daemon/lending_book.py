@@ -279,11 +279,19 @@ class LendingBook:
             raise
         waiter.busy = True
         self.claiming.add(lease.id)
-        self.spawn(self._claim(waiter, lease))
+        self.spawn(self._claim(waiter, lease, self._ask_agent(lease)))
 
-    async def _claim(self, waiter: Waiter, lease: Lease) -> None:
+    def _ask_agent(self, lease: Lease) -> asyncio.Future[Any]:
         try:
-            await self._claim_at_agent(waiter, lease)
+            return self.plane.links.get(lease.node).ask("lease_claim", lease=lease.to_wire())
+        except GridError as error:
+            refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            refused.set_exception(error)
+            return refused
+
+    async def _claim(self, waiter: Waiter, lease: Lease, answer: asyncio.Future[Any]) -> None:
+        try:
+            await self._claimed(waiter, lease, answer)
         except Exception as error:  # a fault here must not leave the caller waiting, nor the agent holding
             log.exception("the claim of %s failed", lease.id)
             told = error if isinstance(error, GridError) else InternalError("the claim failed", cause=str(error))
@@ -292,21 +300,21 @@ class LendingBook:
         finally:
             self.claiming.discard(lease.id)
 
-    async def _claim_at_agent(self, waiter: Waiter, lease: Lease) -> None:
-        """Granted once its agent holds it and the journal's record of it, `claiming`, is on disk.
+    async def _claimed(self, waiter: Waiter, lease: Lease, answer: asyncio.Future[Any]) -> None:
+        """Granted once its agent holds it. The journal has had it since before the agent was asked: it outlives us.
 
-        The two go on at once. That it is `active` need not be on disk: a new daemon finds the claim at the agent, or
-        makes it again. A command's lease waits for no disk here: its start does.
+        For a power cut here the fsync follows the answer (ADR 10): nobody who got that answer outlives the cut, and the
+        agent's claim does. A command's lease waits for no disk at all: its start does.
         """
-        on_disk = None if lease.kind == "run" else self.plane.journal.leases.synced()
         try:
-            link = self.plane.links.get(lease.node)
-            await link.call("lease_claim", timeout_s=CLAIM_LIMIT_S, lease=lease.to_wire())
+            async with asyncio.timeout(CLAIM_LIMIT_S):
+                await answer
+        except TimeoutError:
+            self._refused(waiter, lease, TimedOut(f"{lease.node} did not answer within {CLAIM_LIMIT_S:g} s"))
+            return
         except GridError as error:
             self._refused(waiter, lease, error)
             return
-        if on_disk is not None:
-            await asyncio.shield(on_disk)
         if self._is_not_wanted(waiter, lease.id):
             return
         self.waiters.pop(lease.id, None)
@@ -328,6 +336,8 @@ class LendingBook:
                 if lease.kind in ("boost", "allocation"):
                     text = f"{lease.grant.amounts} of {lease.node} lent to {lease.target} ({lease.kind} {lease.id[:8]})"
                     self.tell(lease, f"{lease.kind}.granted", text)
+            if lease.kind != "run":
+                self.plane.journal.leases.synced().add_done_callback(_note_sync)
         except GridError as error:
             log.warning("%s is granted, which could not be told: %s", lease_id, error.message)
 
@@ -475,6 +485,11 @@ def _renamed(request: Request) -> Request:
     return Request(
         new_lease_id(), request.amounts, request.priority, request.uid, request.asked_at, request.nodes
     )
+
+
+def _note_sync(done: asyncio.Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.warning("a grant is not on disk yet: %s", error)
 
 
 def _of_kinds(found: Amounts, asked: Amounts) -> Amounts:

@@ -143,10 +143,19 @@ class NodeLink:
             except TimeoutError:
                 pass
         if self._client is None:
-            raise Unavailable(
-                f"{self.node} is not online", cause=self.state.reason, hint="grid status", code="node-offline"
-            )
+            raise self._offline()
         return self._client
+
+    def _offline(self) -> Unavailable:
+        return Unavailable(
+            f"{self.node} is not online", cause=self.state.reason, hint="grid status", code="node-offline"
+        )
+
+    def ask(self, name: str, **arguments: Any) -> asyncio.Future[Any]:
+        """Sent in this very turn of the loop, if the line is open."""
+        if self._client is None:
+            raise self._offline()
+        return self._client.ask(name, **arguments)
 
     async def call(self, name: str, *, timeout_s: float = 30.0, wait_s: float = 0.0, **arguments: Any) -> Any:
         return await (await self.client(wait_s)).call(name, timeout_s=timeout_s, **arguments)

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 from distributed_grid.core.errors import Refused, Unavailable, UsageError
 
@@ -158,8 +159,7 @@ class Channel(asyncio.Protocol):
     # -- what the loop tells --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray takes where it finds it, is none
         self._writable.set()
         if self._on_open:
             name = transport.get_extra_info("peername")

@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import typing
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,7 +32,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def method(function: F) -> F:
     """Mark an async function, or an async generator, of a service as callable from the other end.
 
-    A plain function too, if it never waits for anything: it is answered in the turn of the loop in which it was asked.
+    A plain function too: it is called in the turn of the loop in which it was asked, and answered in it, unless what it
+    returns has to be awaited. That is begun even if the caller hangs up meanwhile.
     """
     function.__grid_method__ = True  # type: ignore[attr-defined]
     return function
@@ -141,7 +142,7 @@ class RpcServer:
         finally:
             tasks = [task for task, _window in running.values()]
             for task in tasks:
-                task.cancel()
+                _cancel_begun(task)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(
@@ -154,7 +155,7 @@ class RpcServer:
             raise ChannelClosed("a message without a number")
         if "c" in message:
             if number in running:
-                running[number][0].cancel()
+                _cancel_begun(running[number][0])
         elif "k" in message:
             if number in running:
                 running[number][1].release()
@@ -171,28 +172,36 @@ class RpcServer:
                 arguments = {"": arguments}  # no call has such an argument
             call = _Call(channel, context, number, str(message.get("m")), arguments)
             found = self._methods.get(call.name)
+            rest: Awaitable[Any] | None = None
             if found is not None and not found.waits and not found.streams and not channel.is_clogged:
-                self._answer_now(found, call)
-                return
+                rest = self._answer_now(found, call)
+                if rest is None:
+                    return
             window = asyncio.Semaphore(STREAM_WINDOW)
-            task = asyncio.create_task(self._answer(call, window))
+            task = asyncio.create_task(self._answer(call, window, rest))
             running[number] = (task, window)
             task.add_done_callback(functools.partial(_forget, running, number))
 
-    def _answer_now(self, found: _Method, call: _Call) -> None:
+    def _answer_now(self, found: _Method, call: _Call) -> Awaitable[Any] | None:
+        """What is still to be awaited before there is an answer, if anything."""
         try:
             result = found.function(call.context, **self._checked(found, call))
+            if inspect.isawaitable(result):
+                return result
             reply = {"i": call.number, "r": result}
         except Exception as error:  # noqa: BLE001 - the server's loop: a fault of ours must not end the connection
             reply = self._wrong(call, error)
         _reply(call, reply)
+        return None
 
-    async def _answer(self, call: _Call, window: asyncio.Semaphore) -> None:
+    async def _answer(self, call: _Call, window: asyncio.Semaphore, rest: Awaitable[Any] | None) -> None:
         try:
             found = self._methods.get(call.name)
-            checked = self._checked(found, call)
-            if found is None:
-                reply: dict[str, Any] = {"i": call.number, "r": "pong"}
+            checked = self._checked(found, call) if rest is None else {}
+            if rest is not None:
+                reply: dict[str, Any] = {"i": call.number, "r": await rest}
+            elif found is None:
+                reply = {"i": call.number, "r": "pong"}
             elif found.streams:
                 async with contextlib.aclosing(found.function(call.context, **checked)) as items:
                     async for item in items:
@@ -201,7 +210,7 @@ class RpcServer:
                 reply = {"i": call.number, "z": 1}
             else:
                 result = found.function(call.context, **checked)
-                reply = {"i": call.number, "r": await result if found.waits else result}
+                reply = {"i": call.number, "r": await result if inspect.isawaitable(result) else result}
         except Exception as error:  # noqa: BLE001 - the server's loop: a fault of ours must not end the connection
             reply = self._wrong(call, error)
         _reply(call, reply)
@@ -238,6 +247,11 @@ def _reply(call: _Call, reply: dict[str, Any]) -> None:
         except UsageError as error:  # too long, or not plain data
             told = InternalError(f"the answer to {call.name} can't be sent", cause=error.message, code=error.code)
             call.channel.post(pack({"i": call.number, "e": told.to_wire()}))
+
+
+def _cancel_begun(task: asyncio.Task[None]) -> None:
+    """A task that is cancelled before its first step never sees it: what was begun for it would not be undone."""
+    asyncio.get_running_loop().call_soon(task.cancel)
 
 
 def _forget(running: dict[int, Any], number: int, _task: asyncio.Task[None]) -> None:
@@ -280,11 +294,17 @@ class RpcClient:
         try:
             await self._channel.hear(self._take)
         except ChannelClosed as error:
-            self._lost = error
+            self._lose(error)
         finally:
-            self._lost = self._lost or ChannelClosed(f"the connection to {self._channel.peer} was closed")
-            for tell in self._waiting.values():
-                tell({"lost": True})
+            self._lose(self._closed())
+
+    def _closed(self) -> ChannelClosed:
+        return ChannelClosed(f"the connection to {self._channel.peer} was closed")
+
+    def _lose(self, why: ChannelClosed) -> None:
+        self._lost = self._lost or why
+        for tell in list(self._waiting.values()):
+            tell({"lost": True})
 
     def _take(self, data: bytes) -> None:
         message = unpack(data)
@@ -293,10 +313,7 @@ class RpcClient:
             tell(message)
 
     async def _begin(self, name: str, arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> int:
-        if self._lost:
-            raise ChannelClosed(self._lost.message, cause=self._lost.cause)
-        self._next += 1
-        number = self._next
+        number = self._number()
         self._waiting[number] = tell
         try:
             await self._channel.send(pack({"i": number, "m": name, "a": arguments}))
@@ -304,6 +321,12 @@ class RpcClient:
             self._waiting.pop(number, None)
             raise
         return number
+
+    def _number(self) -> int:
+        if self._lost:
+            raise ChannelClosed(self._lost.message, cause=self._lost.cause)
+        self._next += 1
+        return self._next
 
     def _check(self, message: dict[str, Any]) -> None:
         if "lost" in message:
@@ -313,21 +336,40 @@ class RpcClient:
             raise GridError.from_wire(message["e"])
 
     async def call(self, name: str, *, timeout_s: float | None = 60.0, **arguments: Any) -> Any:
-        number, answered = 0, False
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        answer = self.ask(name, **arguments)
         try:
             async with asyncio.timeout(timeout_s):  # sending waits too, where the other end takes nothing
-                number = await self._begin(name, arguments, functools.partial(_settle, answer))
-                message = await answer
-            answered = True
-            self._check(message)
-            return message.get("r")
+                await self._channel.taken()
+                return await answer
         except TimeoutError:
             raise TimedOut(f"{self._channel.peer} did not answer {name} within {timeout_s:g} s") from None
         finally:
-            self._waiting.pop(number, None)
-            if number and not answered:
-                await self._cancel(number)
+            answer.cancel()
+
+    def ask(self, name: str, **arguments: Any) -> asyncio.Future[Any]:
+        """Sent in this very turn of the loop. Where the future is cancelled, so is the call at the other end."""
+        number = self._number()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(functools.partial(self._asked, number))
+        self._channel.post(pack({"i": number, "m": name, "a": arguments}))
+        self._waiting[number] = functools.partial(self._settle, answer)
+        return answer
+
+    def _asked(self, number: int, answer: asyncio.Future[Any]) -> None:
+        self._waiting.pop(number, None)
+        if answer.cancelled():
+            with contextlib.suppress(ChannelClosed):
+                self._channel.post(pack({"i": number, "c": 1}))
+
+    def _settle(self, answer: asyncio.Future[Any], message: dict[str, Any]) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        try:
+            self._check(message)
+        except GridError as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(message.get("r"))
 
     async def stream(self, name: str, **arguments: Any) -> AsyncIterator[Any]:
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -354,15 +396,11 @@ class RpcClient:
 
     async def close(self) -> None:
         self._channel.close()
+        self._lose(self._closed())  # here, too: a task that is cancelled before its first step never sees it
         if self._reader:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.wait_closed()
-
-
-def _settle(answer: asyncio.Future[dict[str, Any]], message: dict[str, Any]) -> None:
-    if not answer.done():  # nobody waits any more
-        answer.set_result(message)
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -52,6 +52,9 @@ class FakeAgent:
             raise self.errors[name]
         return getattr(self, name, self._nothing)(**arguments)
 
+    def ask(self, name: str, **arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self.call(name, **arguments))
+
     def _nothing(self, **_arguments: Any) -> None:
         return None
 

@@ -15,7 +15,8 @@ from distributed_grid.daemon import lending_book
 from distributed_grid.orchestration.resource_sharing.model import Amounts, LeaseState
 from distributed_grid.orchestration.resource_sharing.queue import PATIENCE_S
 from distributed_grid.store.snapshot import disk_full
-from distributed_grid.wire.rpc import CallContext
+from distributed_grid.wire.channel import Channel, ChannelClosed, connect_unix, serve_unix
+from distributed_grid.wire.rpc import CallContext, RpcClient, RpcServer
 from tests.unit.daemon.lending_fakes import CRITICAL, HIGH, LOW, Bench
 
 ROOT = CallContext(uid=0)
@@ -155,37 +156,69 @@ async def test_nobody_stops_for_one_that_has_gone(bench: Bench) -> None:
     assert [bench.lease(one.id).state for one in victims] == [LeaseState.ACTIVE] * 2, "the first went on again"
 
 
-# On disk before it is granted
+# In the journal before its agent is asked
 
 
-async def test_a_boost_is_granted_once_it_is_on_disk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_disk: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(bench.journal.leases, "synced", lambda: on_disk)
-    waiter = bench.ask()
+async def test_a_boost_is_in_the_journal_before_its_agent_is_asked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, synced = bench.agents["gpu1"], bench.journal.leases.synced
+    found: list[LeaseState] = []
+    asked, sent = agent.ask, []
+
+    def ask(name: str, **arguments: Any) -> asyncio.Future[Any]:
+        found.append(bench.state(arguments["lease"]["id"]))
+        return asked(name, **arguments)
+
+    def counted() -> asyncio.Future[None]:
+        sent.append(1)
+        return synced()
+
+    monkeypatch.setattr(agent, "ask", ask)
+    monkeypatch.setattr(bench.journal.leases, "synced", counted)
+    lease = await asyncio.wait_for(bench.ask(node="gpu1").granted, 10)
+    assert found == [LeaseState.CLAIMING] and lease.state is LeaseState.ACTIVE
     await bench.quiet()
-    assert waiter.request.id in bench.agents["gpu1"].claims.held, "the agent is asked meanwhile"
-    assert not waiter.granted.done()
-    assert bench.state(waiter.request.id) is LeaseState.CLAIMING
-    on_disk.set_result(None)
-    lease = await asyncio.wait_for(waiter.granted, 10)
-    assert lease.state is LeaseState.ACTIVE
-    await bench.quiet()
+    assert sent == [1], "and brought to disk right after the answer"
     assert bench.state(lease.id) is LeaseState.ACTIVE
     assert "boost.granted" in bench.kinds()
 
 
-async def test_what_does_not_come_to_disk_is_not_granted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> asyncio.Future[None]:
-        found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        found.set_exception(FULL)
-        return found
+async def test_a_boost_that_a_power_cut_took_from_the_journal_is_found_at_its_agent(bench: Bench) -> None:
+    lease = await bench.lent(2)
+    bench.journal.leases.delete(lease.id)  # never came to the disk
+    await bench.restart()
+    await bench.compare()
+    found = bench.lease(lease.id)
+    assert (found.state, found.kind, found.held, found.expires) == (
+        LeaseState.ACTIVE, lease.kind, lease.held, lease.expires
+    )  # fmt: skip
+    assert "lease.adopted" in bench.kinds()
 
-    monkeypatch.setattr(bench.journal.leases, "synced", broken)
-    waiter = bench.ask()
-    with pytest.raises(GridError, match="disk is full"):
-        await bench.service.wait(waiter, 0.0)
-    await bench.quiet()
-    assert not bench.agents["gpu1"].claims.held and not bench.book.ledger.leases and not bench.book.waiters
+
+async def test_who_hangs_up_at_once_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
+    """His request is begun in the turn in which it came, so the hang-up comes in the middle of it."""
+    server = RpcServer(bench.service, hello=dict)
+
+    async def on_channel(channel: Channel) -> None:
+        await server.serve(channel, ROOT)
+
+    listener = await serve_unix(tmp_path / "s", on_channel)
+    for gate in (False, True):
+        if gate:
+            bench.agents["gpu1"].gates["lease_claim"] = asyncio.Event()
+        client = await RpcClient.start(await connect_unix(tmp_path / "s"))
+        asked = client.ask("lease_request", amounts={"cpu": 1}, kind="boost", nodes=["gpu1"], wait_s=60.0)
+        await client.close()
+        for one in bench.agents["gpu1"].gates.values():
+            await bench.quiet()
+            one.set()
+        await bench.quiet()
+        assert not bench.book.waiters and not bench.book.ledger.leases
+        assert not bench.agents["gpu1"].claims.held
+        with pytest.raises(ChannelClosed):
+            await asked
+    await listener.close()
 
 
 async def test_a_fault_while_one_is_claimed_leaves_nobody_waiting(

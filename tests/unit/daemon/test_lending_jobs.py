@@ -41,6 +41,9 @@ class Agent:
     async def client(self, wait_s: float = 0.0) -> None:
         return
 
+    def ask(self, name: str, **arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self.call(name, **arguments))
+
     async def call(self, name: str, **arguments: Any) -> Any:
         self.called.append(name)
         if name == "lease_claim":

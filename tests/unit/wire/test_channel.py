@@ -223,3 +223,26 @@ async def test_a_fault_of_what_is_heard_ends_the_line(tmp_path: Path) -> None:
         writer.write(frame(b"one") + frame(b"two"))
         with pytest.raises(ChannelClosed, match="not ours"):
             await channel.hear(refuse)
+
+
+async def test_transports_of_other_loops() -> None:
+    """uvloop's are none of asyncio's; Ray takes uvloop wherever it is installed."""
+
+    class Foreign:
+        sent = b""
+
+        def get_extra_info(self, name: str) -> None:
+            return None
+
+        def is_closing(self) -> bool:
+            return False
+
+        def write(self, data: bytes) -> None:
+            self.sent += data
+
+    foreign, opened = Foreign(), []
+    channel = Channel(on_open=opened.append)
+    channel.connection_made(foreign)  # type: ignore[arg-type]
+    channel.post(b"word")
+    channel.data_received(foreign.sent)
+    assert opened == [channel] and await channel.recv() == b"word"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,21 @@ class Service:
         if number < 0:
             raise NotFound("no such number", code="thing")
         return 2 * number
+
+    @method
+    def later(self, context: CallContext, *, number: int) -> Coroutine[Any, Any, int]:
+        """Begins at once, and is not done with that."""
+        self.produced += 1
+        return self._later(number)
+
+    async def _later(self, number: int) -> int:
+        try:
+            await asyncio.sleep(0 if number else 3600)
+            if number < 0:
+                raise NotFound("no such number", code="thing")
+            return number
+        finally:
+            self.left.set()
 
     async def hidden(self, context: CallContext) -> str:
         return "never"
@@ -177,3 +192,25 @@ async def test_a_plain_function_answers_like_any_other(tmp_path: Path) -> None:
         many = await asyncio.gather(*(client.call("double", number=n) for n in range(600)))
         assert many == [2 * n for n in range(600)]
         assert await client.call("add", one=1) == 2
+
+
+async def test_a_plain_method_may_answer_later(tmp_path: Path) -> None:
+    async with talking(tmp_path) as (service, client):
+        assert await client.call("later", number=7) == 7
+        with pytest.raises(NotFound):
+            await client.call("later", number=-1)
+        service.left.clear()
+        waiting = client.ask("later", number=0)
+        assert await client.call("double", number=1) == 2, "others are answered meanwhile"
+        waiting.cancel()
+        await asyncio.wait_for(service.left.wait(), 10)
+
+
+async def test_what_is_begun_for_a_caller_who_hangs_up_is_ended_too(tmp_path: Path) -> None:
+    async with talking(tmp_path) as (service, client):
+        waiting = client.ask("later", number=0)
+        await client.close()
+        await asyncio.wait_for(service.left.wait(), 10)
+        assert service.produced == 1
+        with pytest.raises(ChannelClosed):
+            await waiting

@@ -46,6 +46,8 @@ class ResourceSharingProtocol:
         await self.client()
 
     async def client(self) -> RpcClient:
+        if self._client is not None and self._client.is_open:
+            return self._client
         async with self._lock:
             if self._client is not None and self._client.is_open:
                 return self._client
