@@ -173,7 +173,8 @@ def run(report: Report) -> None:
                 boosts, groups = [*boosts, *ours_s], [*groups, *theirs_s]
             first, joined = best([run[0] for run in boosts]), best([run[0] for run in groups])
             report.ratio("a program's first boost / a program's first placement group", first, joined, limit=None)
-            report.note(f"the documents promise 10 to 50 ms for a boost; ours: {warm * 1000:.1f} ms")
+            slow = max(one for run in boosts for one in run[1:])
+            report.note(f"the documents promise 10 to 50 ms for a boost; ours, the slowest of all: {slow * 1000:.1f} ms")
             once = best([command_s(ours, cluster.env) for _ in range(JOBS + 1)])
             job = best([command_s(ray, env) for _ in range(JOBS)])
             report.ratio("`run-shared true` / `ray job submit -- true`", once, job, limit=RUN_LIMIT)
