@@ -158,7 +158,8 @@ def run(report: Report) -> None:
         try:
             cluster.grid("cluster", "start")
             env = cluster.ray_env()
-            boosts, groups = [], []
+            boosts: list[list[float]] = []
+            groups: list[list[float]] = []
             for pause_s in PAUSES_S:
                 ours_s, theirs_s = [], []
                 for _ in range(ROUNDS):  # by turns: what the machine does beside it is the same for both
@@ -174,7 +175,7 @@ def run(report: Report) -> None:
             first, joined = best([run[0] for run in boosts]), best([run[0] for run in groups])
             report.ratio("a program's first boost / a program's first placement group", first, joined, limit=None)
             slow = max(one for run in boosts for one in run[1:])
-            report.note(f"the documents promise 10 to 50 ms for a boost; ours, the slowest of all: {slow * 1000:.1f} ms")
+            report.note(f"the documents promise 10 to 50 ms for a boost; our slowest: {slow * 1000:.1f} ms")
             once = best([command_s(ours, cluster.env) for _ in range(JOBS + 1)])
             job = best([command_s(ray, env) for _ in range(JOBS)])
             report.ratio("`run-shared true` / `ray job submit -- true`", once, job, limit=RUN_LIMIT)
