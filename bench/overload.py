@@ -14,6 +14,7 @@ from bench._lab import PROGRAMS, lab_cluster, on_disk, wait_for
 from bench._measure import Report
 from tests.lab.clusters import PYTHON, LabCluster
 from tests.lab.host import HostPopen
+from tests.programs.work import add
 
 PROCESSES = 12
 CPU_S = float(os.environ.get("BENCH_CPU_S", "20"))  # of each process
@@ -71,10 +72,8 @@ def _move(cluster: LabCluster, targets: dict[int, str]) -> None:
 def _millions() -> int:
     """The amount that takes about CPU_S of a core here."""
     began = time.process_time()
-    total = 0
-    for number in range(1_000_000):
-        total += number & 7
-    return max(1, round(CPU_S / (time.process_time() - began)))
+    add(10)
+    return max(1, round(10 * CPU_S / (time.process_time() - began)))
 
 
 def _programs(cluster: LabCluster, directory: str) -> list[int]:

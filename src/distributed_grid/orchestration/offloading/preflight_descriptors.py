@@ -39,8 +39,9 @@ def check_descriptors(
         for one in process.files:
             # What an earlier move's shim opened for it comes from outside of its namespace; a shim holds it again.
             if not one.mounted and not facts.under_shim:
-                text = f"it has {one.path} open, which is on no file system that it can see (a message queue?)"
-                found.append(Finding("hidden-file", "blocks", text))
+                text = f"it has {one.path} open, which is on no file system that it can see"
+                help = "a message queue, or handed to it by a program in another mount namespace"
+                found.append(Finding("hidden-file", "blocks", text, help))
                 continue
             found += _one(one, process, source, tcp_close, cut_pipes, names)
             locked += len(one.locks)
