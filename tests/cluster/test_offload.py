@@ -264,18 +264,19 @@ def test_streams_that_an_exec_would_close_go_on_at_home(embedded: EmbeddedCluste
 
 
 READS = """
-import sys
-for line in sys.stdin:
+import os, sys
+source = os.fdopen(int(sys.argv[1]))
+for line in source:
     print(line, end="", flush=True)
 print("end of input", flush=True)
 """
 
 
-def test_input_from_who_stays_is_cut_only_with_consent(embedded: EmbeddedCluster, started: Started) -> None:
-    who = started.spawn([str(PYTHON), "-c", READS], stdin=subprocess.PIPE, wait=False)
-    feed = started.processes[-1].stdin
-    assert feed
-    with feed:
+def test_another_pipe_from_who_stays_is_cut_only_with_consent(embedded: EmbeddedCluster, started: Started) -> None:
+    reading, writing = os.pipe()
+    who = started.spawn([str(PYTHON), "-c", READS, str(reading)], pass_fds=[reading], wait=False)
+    os.close(reading)
+    with open(writing, "wb") as feed:
         feed.write(b"one\n")
         feed.flush()
         wait_until(lambda: started.log.read_text() == "one\n", LIMIT_S, "the first line")
@@ -286,6 +287,76 @@ def test_input_from_who_stays_is_cut_only_with_consent(embedded: EmbeddedCluster
         move(embedded, who.pid, "-t", "gpu1", "--cut-pipes")
         assert started.processes[-1].wait(LIMIT_S) == 0
     assert started.log.read_text() == "one\ntwo\nend of input\n"
+
+
+#: Writes numbered lines until the end is said, and in its log how many; with one that reads them, slower.
+GIVES = """
+import itertools, os, sys
+for number in itertools.count(1):
+    print(number)
+    if number % 1000 == 0 and os.path.exists(sys.argv[1]): break
+sys.stdout.flush()
+print("gave", number, file=sys.stderr)
+"""
+TAKES = """
+import sys, time
+for number, line in enumerate(sys.stdin, 1):
+    if int(line) != number: sys.exit(f"{line.strip()} instead of {number}")
+    if number % 1000 == 0: print(number, flush=True); time.sleep(0.01)
+print("took", number, flush=True)
+"""
+
+
+def test_a_pipe_from_who_stays_goes_on_wherever_it_runs(embedded: EmbeddedCluster, started: Started) -> None:
+    """Moved, moved on and brought home, with the daemon killed meanwhile: each line once, in order."""
+    started.spawn([str(PYTHON), "-c", GIVES, str(started.end)], log="gave", wait=False, stdout=subprocess.PIPE)
+    giver = started.processes[-1]
+    assert giver.stdout
+    with giver.stdout as pipe:
+        who = started.spawn([str(PYTHON), "-c", TAKES], stdin=pipe)
+    first = move(embedded, who.pid, "-t", "gpu1")
+    started.more("on gpu1")
+    embedded.kill("daemon")
+    there = found(embedded, first["id"])["target_pid"]
+    started.more("with a new daemon")
+    second = move(embedded, f"gpu1:{there}", "-t", "gpu2")
+    started.more("on gpu2")
+    embedded.grid("offload", "return", second["id"], timeout=LIMIT_S)
+    started.more("at home")
+    assert giver.poll() is None
+    started.end.touch()
+    assert started.processes[-1].wait(LIMIT_S) == 0 and giver.wait(LIMIT_S) == 0
+    gave, took = (started.directory / "gave").read_text().split()[-1], started.log.read_text().split()[-1]
+    assert int(took) == int(gave) > 1000
+
+
+def test_what_is_left_in_a_pipe_goes_along(embedded: EmbeddedCluster, started: Started) -> None:
+    """Who wrote it has gone by then."""
+    reading, writing = os.pipe()
+    os.write(writing, b"one\ntwo\n" * 1000)
+    os.close(writing)
+    script = 'echo up; while [ ! -e "$1" ]; do sleep 0.05; done; exec cat'
+    who = started.spawn(["sh", "-c", script, "sh", str(started.end)], stdin=reading)
+    os.close(reading)
+    move(embedded, who.pid, "-t", "gpu1")
+    started.end.touch()
+    assert started.processes[-1].wait(LIMIT_S) == 0
+    assert started.log.read_text() == "up\n" + "one\ntwo\n" * 1000
+
+
+def test_who_writes_sees_that_nobody_reads_any_more(embedded: EmbeddedCluster, started: Started) -> None:
+    script = 'while [ ! -e "$1" ]; do read line; echo "$line"; sleep 0.05; done; exec <&-; sleep 600'
+    started.spawn(["yes"], log="yes", wait=False, stdout=subprocess.PIPE)
+    giver = started.processes[-1]
+    assert giver.stdout
+    with giver.stdout as pipe:
+        who = started.spawn(["sh", "-c", script, "sh", str(started.end)], stdin=pipe)
+    move(embedded, who.pid, "-t", "gpu1")
+    started.more("on gpu1")
+    assert giver.poll() is None
+    started.end.touch()
+    assert giver.wait(LIMIT_S) == -signal.SIGPIPE
+    assert started.processes[-1].poll() is None
 
 
 def test_a_relaunch_runs_the_same_program_whatever_its_path_says(embedded: EmbeddedCluster, started: Started) -> None:

@@ -31,14 +31,41 @@ def part_name(offset: int) -> str:
     return f"{offset:020d}"
 
 
+class Parts:
+    """The parts of an input in order, each once; the last one stays in its file, which tells agents how far we are."""
+
+    def __init__(self, task_dir: str) -> None:
+        self._dir = f"{task_dir}/{PARTS}"
+        self._at = 0  # where the next part begins
+        self._read = ""
+        self.ended = False
+
+    def next(self) -> bytes:
+        """The next part; empty if it is not there yet, or there is no more."""
+        part = f"{self._dir}/{part_name(self._at)}"
+        try:
+            with open(part, "rb") as file:
+                data = file.read()
+        except OSError:
+            return b""
+        self.ended = not data
+        if data and self._read:
+            try:
+                os.unlink(self._read)
+            except OSError:
+                pass
+        if data:
+            self._read = part
+            self._at += len(data)
+        return data
+
+
 class Feed:
     """Holds the writing end, so that the program sees no end before it is said."""
 
     def __init__(self, task_dir: str, watched: Collection[int]) -> None:
         self._fifo = f"{task_dir}/{FIFO}"
-        self._parts = f"{task_dir}/{PARTS}"
-        self._at = 0  # where the next part begins
-        self._read = ""  # the part that was read last; it stays until the next, for it tells agents how far we are
+        self._parts = Parts(task_dir)
         self._rest = b""
         # For reading too: it never waits for a reader, and one that has gone is no error of ours.
         self._fd = os.open(self._fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -56,31 +83,23 @@ class Feed:
                 return
 
     def _next(self) -> bool:
-        part = f"{self._parts}/{part_name(self._at)}"
-        try:
-            with open(part, "rb") as file:
-                self._rest = file.read()
-        except OSError:
-            return False  # not there yet
-        if not self._rest:
+        self._rest = self._parts.next()
+        if self._parts.ended:
             os.close(self._fd)
             self._fd = -1
-            return False
-        if self._read:
-            try:
-                os.unlink(self._read)
-            except OSError:
-                pass
-        self._read = part
-        self._at += len(self._rest)
-        return True
+        return bool(self._rest)
 
     def unread_bytes(self) -> int:
         """What lies in the FIFO: neither ours nor the program's."""
         fd = os.open(self._fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            count = ctypes.c_int()
-            fcntl.ioctl(fd, termios.FIONREAD, count)
-            return count.value
+            return unread_bytes(fd)
         finally:
             os.close(fd)
+
+
+def unread_bytes(fd: int) -> int:
+    """What lies in a pipe, by either end of it."""
+    count = ctypes.c_int()
+    fcntl.ioctl(fd, termios.FIONREAD, count)
+    return count.value

@@ -21,22 +21,23 @@ WAIT_LIMIT_S, POLL_S = 600.0, 0.01
 
 async def accept(
     task_dir: Path, data: bytes, offset: int, last: bool, is_over: Callable[[], bool], wake: Callable[[], None]
-) -> None:
-    """Take what begins at `offset` of the whole input; a repeat is dropped, `last` is the end of it."""
+) -> bool:
+    """Take what begins at `offset` of the whole input; a repeat is dropped, `last` is the end of it.
+
+    Whether somebody is there to read it.
+    """
     folder = task_dir / PARTS
     deadline = time.monotonic() + WAIT_LIMIT_S
     while True:
         if is_over() or not folder.is_dir():
-            return  # nobody is there to read it
+            return False
         parts = sorted(folder.glob("[0-9]*"))
         if len(parts) < PARTS_AHEAD:
             break
         if time.monotonic() > deadline:
             raise TimedOut(f"{task_dir.name} does not read its input", code="job-input")
         await asyncio.sleep(POLL_S)
-    size_bytes = parts[-1].stat().st_size if parts else 0
-    accepted = int(parts[-1].name) + size_bytes if parts else 0
-    ended = bool(parts) and size_bytes == 0
+    accepted, ended = accepted_bytes(folder)
     if offset > accepted:
         raise UsageError(f"{task_dir.name} has {accepted} bytes of its input, not {offset}", code="job-input")
     if not ended and data and offset == accepted:
@@ -45,6 +46,16 @@ async def accept(
     if not ended and last and offset + len(data) == accepted:
         _put(folder, accepted, b"")
     wake()
+    return True
+
+
+def accepted_bytes(folder: Path) -> tuple[int, bool]:
+    """How much of the whole input has been taken, and whether that is all of it."""
+    parts = sorted(folder.glob("[0-9]*"))
+    if not parts:
+        return 0, False
+    size_bytes = parts[-1].stat().st_size
+    return int(parts[-1].name) + size_bytes, size_bytes == 0
 
 
 def _put(folder: Path, offset: int, data: bytes) -> None:

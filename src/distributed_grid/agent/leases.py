@@ -14,6 +14,7 @@ from typing import Any
 
 from distributed_grid.agent import job_input
 from distributed_grid.agent import lease_checkpoints as checkpoints
+from distributed_grid.agent.feed import PARTS
 from distributed_grid.agent.lease_claims import Claim, Claims
 from distributed_grid.agent.lease_jobs import JobFiles
 from distributed_grid.agent.node import AgentNode
@@ -186,12 +187,22 @@ class LeaseCalls:
     @method
     async def job_input(
         self, context: CallContext, *, task_id: str, data: bytes, offset: int, last: bool = False
-    ) -> None:
-        """What the job reads from its standard input, from `offset` on; waits while the job does not take it."""
-        await job_input.accept(
+    ) -> bool:
+        """What the job reads from its standard input, from `offset` on; waits while the job does not take it.
+
+        False if nobody reads it any more.
+        """
+        return await job_input.accept(
             self._tasks.spool / task_id, data, offset, last, lambda: self._has_exit(task_id),
             lambda: self._tasks.wake_shim(task_id),
         )  # fmt: skip
+
+    @method
+    async def job_input_state(self, context: CallContext, *, task_id: str) -> dict[str, Any]:
+        """How much of its input has been accepted, whether that is all of it, and whether it reads it; or is over."""
+        folder = self._tasks.spool / task_id / PARTS
+        accepted, ended = job_input.accepted_bytes(folder)
+        return {"accepted": accepted, "ended": ended, "reads": folder.is_dir(), "over": self._has_exit(task_id)}
 
     @method
     async def job_resize(self, context: CallContext, *, task_id: str, size: str) -> None:

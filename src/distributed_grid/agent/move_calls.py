@@ -150,6 +150,31 @@ class MoveCalls:
         return {str(fd): int(offset) for fd, offset in answer["offsets"].items()}
 
     @method
+    async def stub_input(self, context: CallContext, *, move_id: str, offset: int) -> dict[str, Any]:
+        """`data` of the stub's standard input from there on, and whether it ends with that; nothing after a while."""
+        reader, writer = await self._dial(move_id)
+        try:
+            writer.write(json.dumps({"op": "input", "offset": offset}).encode() + b"\n")
+            line = await asyncio.wait_for(reader.readline(), STUB_LIMIT_S)
+        except TimeoutError:
+            return {"data": b"", "end": False}
+        except OSError as error:
+            raise Unavailable("the stub does not answer", cause=str(error), code="stub") from None
+        finally:
+            writer.close()
+        if not line:
+            raise Unavailable("the stub is gone", code="stub")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise GridError("the stub has not kept that part of the input", cause=f"from {offset}", code="stub-input")
+        return {"data": base64.b64decode(answer["data"]), "end": bool(answer["end"])}
+
+    @method
+    async def stub_input_over(self, context: CallContext, *, move_id: str) -> None:
+        """The program reads no more of it."""
+        await self._ask(move_id, {"op": "input_over"})
+
+    @method
     async def stub_exit(self, context: CallContext, *, move_id: str, code: int = 0, signal: int = 0) -> None:
         """The stub ends as the program did; fine if it is gone already."""
         try:

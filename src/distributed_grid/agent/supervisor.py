@@ -152,6 +152,7 @@ class Shim:
         self.main = 0  # the main process, by its pid in our namespace
         self.times = {"started_at": time.time(), "ended_at": 0.0}
         self.recorded = False
+        self.more: dict[str, Any] = {}  # for the record of the end
         #: The tree is on disk, not in memory (see checkpoint.py); its threads; orders obeyed, restores that failed.
         self.stored = False
         self.pids: list[int] = []
@@ -286,7 +287,7 @@ class Shim:
         """The exit is what we are here for: on a full disk we wait until it can be written."""
         self.recorded = True
         self.times["ended_at"] = time.time()
-        data: dict[str, Any] = {"code": code, "signal": signal_number, "error": error, **self.times}
+        data: dict[str, Any] = {"code": code, "signal": signal_number, "error": error, **self.times, **self.more}
         data["oom_killed"] = any(oom_kills(directory) for directory in self.spec["cgroups"])
         if usage:
             data |= {"user_s": usage.ru_utime, "system_s": usage.ru_stime, "max_rss_bytes": usage.ru_maxrss * 1024}

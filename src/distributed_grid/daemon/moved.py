@@ -1,4 +1,4 @@
-"""Stays with a moved process: its output into the stub, the stub's signals to it, its end to everybody."""
+"""Stays with a moved process: its output into the stub, the stub's input and signals to it, its end to everybody."""
 
 from __future__ import annotations
 
@@ -88,12 +88,15 @@ class Followers:
 
     async def _follow(self, move_id: str) -> None:
         row = self._moves.get(move_id)
-        signals = asyncio.create_task(self._relay_signals(row))
+        beside = [asyncio.create_task(self._relay_signals(row))]
+        if row.data.get("input"):
+            beside.append(asyncio.create_task(self._relay_input(row)))
         try:
             ended = await self._relay_output(row)
         finally:
-            signals.cancel()
-            await asyncio.gather(signals, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
         await self._end(row, ended)
 
     async def _relay_output(self, row: MoveRow) -> dict[str, Any]:
@@ -152,6 +155,38 @@ class Followers:
                 log.warning("%s: signal %d is lost: %s %s", row.id, signal, error.message, error.cause)
             self._heard[home["move"]] = number
         await self._links.get(home["node"]).call("stub_heard", wait_s=5.0, move_id=home["move"], upto=number)
+
+    async def _relay_input(self, row: MoveRow) -> None:
+        """What comes into the stub goes on to the program, each byte once: its node knows how far that is."""
+        while True:
+            try:
+                await self._feed(row)
+                return
+            except Unavailable as error:
+                if error.code == "stub":
+                    await self._check_stub(row.id)
+            except GridError as error:
+                log.warning("the input of %s: %s %s", row.id, error.message, error.cause)
+            await asyncio.sleep(RETRY_S)
+
+    async def _feed(self, row: MoveRow) -> None:
+        home = row.data.get("home") or {"node": row.node, "move": row.id}
+        base = int((row.data.get("base") or {}).get("stdin", 0))
+        stub, target = self._links.get(home["node"]), self._links.get(row.target)
+        there = await target.call("job_input_state", wait_s=5.0, task_id=row.id)
+        at, ended, read = int(there["accepted"]), there["ended"], there["reads"] and not there["over"]
+        while read and not ended:
+            part: dict[str, Any] = {"data": b"", "end": True}  # without a stub nobody can read any more of it
+            if await self._has_stub(self._moves.get(row.id)):
+                part = await stub.call("stub_input", wait_s=5.0, timeout_s=60, move_id=home["move"], offset=base + at)
+            if part["data"] or part["end"]:
+                read = await target.call(
+                    "job_input", wait_s=5.0, timeout_s=700, task_id=row.id, data=part["data"], offset=at,
+                    last=part["end"],
+                )  # fmt: skip
+            at, ended = at + len(part["data"]), part["end"]
+        if not read and not (await target.call("job_input_state", wait_s=5.0, task_id=row.id))["over"]:
+            await stub.call("stub_input_over", wait_s=5.0, move_id=home["move"])
 
     # -- the end --------------------------------------------------------------------------------------------------
 

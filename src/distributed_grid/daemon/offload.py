@@ -10,7 +10,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from distributed_grid.core.errors import GridError, NotFound, Refused
+from distributed_grid.agent.spool import ENDED
+from distributed_grid.core.errors import GridError, NotFound, Refused, TimedOut
 from distributed_grid.daemon.moved import Followers
 from distributed_grid.daemon.mover import AWAY, BEFORE_COMMIT, OVER, UNSETTLED, Mover, MoveRequest
 from distributed_grid.daemon.planning import Planner
@@ -199,9 +200,12 @@ class OffloadService:
         before = self._moves.find(row.data.get("from_task") or "")
         if before is None or row.state != "CLEANED" or before.state != "CLEANED":
             return
-        status = await self._links.get(before.target).call("task_status", task_id=before.id)
-        base = before.data.get("base") or {"stdout": 0, "stderr": 0}
-        base = {"stdout": base["stdout"] + status["stdout_bytes"], "stderr": base["stderr"] + status["stderr_bytes"]}
+        status = await self._ended_task(before)
+        base = {"stdin": 0, **(before.data.get("base") or {"stdout": 0, "stderr": 0})}
+        base = {
+            "stdin": base["stdin"] + status["input_taken"], "stdout": base["stdout"] + status["stdout_bytes"],
+            "stderr": base["stderr"] + status["stderr_bytes"],
+        }  # fmt: skip
         home = before.data.get("home") or {"node": before.node, "move": before.id}
         await self._drain(before, home, base)
         self._moves.update(row.id, data={**self._moves.get(row.id).data, "home": home, "base": base})
@@ -209,12 +213,23 @@ class OffloadService:
         await self.followers.leave(before.id)
         self.files.forget(before.id)
 
+    async def _ended_task(self, before: MoveRow) -> dict[str, Any]:
+        """Its shim writes down last how much of its input was read."""
+        limit = time.monotonic() + 60
+        while True:
+            status: dict[str, Any] = await self._links.get(before.target).call("task_status", task_id=before.id)
+            if not before.data.get("input") or status["state"] in ENDED:
+                return status
+            if time.monotonic() > limit:
+                raise TimedOut(f"the shim of {before.id} does not end", code="relay")
+            await asyncio.sleep(0.02)
+
     async def _drain(self, before: MoveRow, home: dict[str, Any], base: dict[str, int]) -> None:
         """All that the stopped copy had written must be with the stub before its next home's output is."""
         limit = time.monotonic() + 60
         while before.data.get("stub") or before.data.get("home"):
             written = await self.followers._written(home, {"stdout": 0, "stderr": 0})
-            if all(written[name] >= base[name] for name in base):
+            if all(done >= base[name] for name, done in written.items()):
                 return
             if time.monotonic() > limit:
                 raise GridError("the output of the first part could not be relayed", code="relay")

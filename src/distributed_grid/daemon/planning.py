@@ -183,7 +183,7 @@ class Planner:
         relaunch = strategy == "relaunch" or (config.auto_relaunch and not asked.get("return"))
         return MoveOptions(
             strategy=strategy, relaunch_allowed=relaunch, tcp_close=bool(asked.get("tcp_close")),
-            cut_pipes=bool(asked.get("cut_pipes")),
+            cut_pipes=bool(asked.get("cut_pipes")), feed=not facts.under_shim or self._is_fed(source, facts),
             capture_state=capture, stage_large=asked.get("stage_large"),
             staging_limit_bytes=int(config.staging_limit_gb * GB),
             shared_dirs=await self._shared(used_directories(facts), source, target),
@@ -245,7 +245,10 @@ class Planner:
             move_id=self._new_id(plan.pid), node=plan.node, pid=plan.pid, start_ticks=plan.start_ticks,
             target=plan.target, uid=plan.uid, strategy=str(plan.strategy), command=" ".join(plan.argv),
             options={"source": {**common, **plan.mover}, "target": {**common, "file_roots": roots}},
-            facts={"bytes_total": plan.bytes, "files": list(plan.files)},
+            facts={
+                "bytes_total": plan.bytes, "files": list(plan.files),
+                "input": plan.strategy == "live" and plan.mover["feed"],
+            },
         )  # fmt: skip
         if staging:
             request.facts |= {"staging": staging.to_wire(), "roots": list(staging.home.trees)}
@@ -272,6 +275,10 @@ class Planner:
             if running.get("pid") == pid and running.get("start_ticks") == start_ticks:
                 return row.id
         return ""
+
+    def _is_fed(self, node: str, facts: TreeFacts) -> bool:
+        before = self._current_move(node, facts.root.pid, facts.root.start_ticks)
+        return bool(before and self._plane.journal.moves.get(before).data.get("input"))
 
     async def _relaunch_spec(
         self, plan: Plan, facts: TreeFacts, asked: dict[str, Any], options: MoveOptions

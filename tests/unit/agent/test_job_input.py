@@ -29,10 +29,10 @@ async def keeper(grid_home: Path) -> AsyncIterator[TaskKeeper]:
         keeper.remove(status.task_id)
 
 
-async def give(keeper: TaskKeeper, data: bytes, offset: int, last: bool = False) -> None:
+async def give(keeper: TaskKeeper, data: bytes, offset: int, last: bool = False) -> bool:
     """As an agent does; each call may as well be another agent's, for nothing is kept in between."""
     place = keeper.spool / "t"
-    await job_input.accept(
+    return await job_input.accept(
         place, data, offset, last, lambda: (place / EXIT).exists(), lambda: keeper.wake_shim("t")
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from distributed_grid.agent.inspect.plain import from_plain, to_plain
 from distributed_grid.agent.inspect.sockets import SocketInfo, read_sockets
+from distributed_grid.core.process import read_stat
 
 _DELETED = " (deleted)"
 _ANONYMOUS = re.compile(r"anon_inode:\[?([a-z_-]+)\]?")
@@ -41,6 +43,7 @@ class OpenFile:
     #: outside (the other end is elsewhere), none (nobody has the other end), unknown
     peer: str = ""
     peer_pids: tuple[int, ...] = ()
+    peer_reads: bool = False  # of a pipe: somebody outside of the tree reads from it, too
     end: str = ""  # of a pipe: read, write, both
     protocol: str = ""
     state: str = ""
@@ -74,7 +77,28 @@ class Outsiders:
     def holders(self, link: str) -> tuple[int, ...]:
         if self._holders is None:
             self._holders = self._scan()
-        return tuple(sorted(self._holders.get(link, ())))
+        return tuple(sorted(pid for pid in self._holders.get(link, ()) if self._is_outside(pid)))
+
+    def _is_outside(self, pid: int) -> bool:
+        """Not a child that was born since the tree was looked at, or one that has ended."""
+        while stat := read_stat(pid):
+            if stat.ppid in self.tree:
+                return False
+            if stat.ppid <= 1:
+                return True
+            pid = stat.ppid
+        return False
+
+    def reads(self, link: str) -> bool:
+        """Whether one of the outsiders has a pipe's reading end."""
+        for pid in self.holders(link):
+            for one in Path(f"/proc/{pid}/fd").iterdir():
+                try:
+                    if str(one.readlink()) == link and _open_flags(pid, one.name) & os.O_ACCMODE != os.O_WRONLY:
+                        return True
+                except OSError:
+                    continue  # closed meanwhile
+        return False
 
     def _scan(self) -> dict[str, set[int]]:
         found: dict[str, set[int]] = {}
@@ -111,6 +135,11 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
         except (OSError, ValueError):
             continue  # closed meanwhile
     return tuple(found)
+
+
+def _open_flags(pid: int, fd: str) -> int:
+    words = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().split()
+    return int(words[words.index("flags:") + 1], 8)
 
 
 def may_read(pid: int) -> bool:
@@ -218,7 +247,7 @@ def with_peers(files: dict[int, tuple[OpenFile, ...]], outsiders: Outsiders) -> 
         followed = []
         for one in each:
             if one.kind in ("pipe", "fifo"):
-                one = _follow_pipe(one, ends[one.path], outsiders)
+                one = _follow_pipe(pid, one, ends[one.path], outsiders)
             elif one.kind == "socket":
                 one = _follow_socket(one, _table(pid, tables), inside, outsiders)
             followed.append(one)
@@ -236,15 +265,31 @@ def _table(pid: int, tables: dict[str, dict[int, SocketInfo]]) -> dict[int, Sock
     return tables[namespace]
 
 
-def _follow_pipe(one: OpenFile, ends: set[str], outsiders: Outsiders) -> OpenFile:
+def _follow_pipe(pid: int, one: OpenFile, ends: set[str], outsiders: Outsiders) -> OpenFile:
     holders = outsiders.holders(one.path)
     if ends == {"read", "write"}:
         peer = "shared" if holders else "inside"
     elif holders:
         peer = "outside"
     else:
-        peer = "unknown" if outsiders.unreadable else "none"
-    return replace(one, peer=peer, peer_pids=holders)
+        peer = "unknown" if outsiders.unreadable and not (one.kind == "pipe" and _is_hung_up(pid, one)) else "none"
+    return replace(one, peer=peer, peer_pids=holders, peer_reads=outsiders.reads(one.path))
+
+
+def _is_hung_up(pid: int, one: OpenFile) -> bool:
+    """Whether nobody at all has the other end of a pipe: the kernel knows, whoever we may look at."""
+    try:
+        mine = os.open(f"/proc/{pid}/fd/{one.fd}", (os.O_WRONLY if one.end == "write" else os.O_RDONLY) | os.O_NONBLOCK)
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # it has ended, or closed it
+    except OSError:
+        return False
+    try:
+        ends = select.poll()
+        ends.register(mine, 0)
+        return bool(ends.poll(0))  # POLLHUP without a writer, POLLERR without a reader
+    finally:
+        os.close(mine)
 
 
 def _follow_socket(

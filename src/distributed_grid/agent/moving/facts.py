@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import ctypes
+import fcntl
 import os
+import select
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed_grid.agent.feed import unread_bytes
 from distributed_grid.core.errors import Refused
 from distributed_grid.core.process import read_stat
 
 _STREAMS = {1: "stdout", 2: "stderr"}
+_libc = ctypes.CDLL(None, use_errno=True)
+_SPLICE_NONBLOCK = 2
 
 
 @dataclass
 class TreeFacts:
-    #: Each: key (CRIU's name), stream (file name in the spool), kind ("file" or "pipe"), write, path, position
+    #: Each: key (CRIU's name), stream (file name in the spool), kind ("file" or "pipe"), write, path, position; of
+    #: a pipe that it reads: fed (what comes into it at home is passed on), at (a process and a descriptor of it)
     streams: list[dict[str, Any]] = field(default_factory=list)
     terminal: str = ""
     shell_job: bool = False
@@ -44,31 +52,33 @@ def descriptors(pid: int) -> list[tuple[int, str, int, int]]:
     return sorted(found)
 
 
-def tree_facts(pids: list[int], *, redirect: bool = True) -> TreeFacts:
+def tree_facts(pids: list[int], *, redirect: bool = True, feed: bool = False) -> TreeFacts:
     """Read off /proc; `pids` parents first. Refuses a tree whose session cannot be carried."""
     facts = TreeFacts()
     root = pids[0]
     writers: dict[str, bool] = {}  # path -> every open of it is write-only
     pipes: dict[str, set[int]] = {}
-    first: dict[str, tuple[int, int]] = {}  # link -> (descriptor, position) in the root, else in the first that has it
+    #: link -> (process, descriptor, position): of the root, else of the first that has it
+    first: dict[str, tuple[int, int, int]] = {}
     for pid in pids:
         for number, link, flags, position in descriptors(pid):
             mode = flags & os.O_ACCMODE
             if link.startswith("pipe:["):
                 pipes.setdefault(link, set()).update({0, 1} if mode == os.O_RDWR else {mode})
-                first.setdefault(link, (number, position))
+                first.setdefault(link, (pid, number, position))
             elif link.startswith(("/dev/pts/", "/dev/tty")) and not facts.terminal:
                 facts.terminal = link
             elif link.startswith("/") and not link.endswith(" (deleted)"):
                 writers[link] = writers.get(link, True) and mode == os.O_WRONLY
-                first.setdefault(link, (number, position))
-    for link, (number, position) in first.items():
+                first.setdefault(link, (pid, number, position))
+    for link, (pid, number, position) in first.items():
         if link.startswith("pipe:["):
             if pipes[link] != {0, 1}:
-                facts.streams.append(
-                    {"key": link, "stream": _STREAMS.get(number, f"fd{number}"), "kind": "pipe",
-                     "write": 1 in pipes[link]}
-                )  # fmt: skip
+                stream = {"key": link, "stream": _STREAMS.get(number, f"fd{number}"), "kind": "pipe",
+                          "write": 1 in pipes[link]}  # fmt: skip
+                if not stream["write"]:
+                    stream |= {"fed": feed and (pid, number) == (root, 0), "at": [pid, number]}
+                facts.streams.append(stream)
         elif redirect and number in _STREAMS and writers[link] and _is_plain_file(root, number):
             facts.streams.append(
                 {"key": link.lstrip("/"), "stream": _STREAMS[number], "kind": "file", "write": True, "path": link,
@@ -87,6 +97,34 @@ def tree_facts(pids: list[int], *, redirect: bool = True) -> TreeFacts:
     facts.argv = Path(f"/proc/{root}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     facts.cwd = str(Path(f"/proc/{root}/cwd").readlink())
     return facts
+
+
+def left_in_pipes(streams: list[dict[str, Any]]) -> dict[str, str]:
+    """By pipe, in base64: what nobody at home would read for the tree any more."""
+    found = {one["key"]: _left_in_pipe(*one["at"]) for one in streams if "at" in one and not one["fed"]}
+    return {key: base64.b64encode(data).decode() for key, data in found.items() if data}
+
+
+def _left_in_pipe(pid: int, fd: int) -> bytes:
+    """What lies unread in a pipe that nobody writes to any more; it stays there, for a tree that stays after all."""
+    theirs = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK)
+    reading, writing = os.pipe()
+    try:
+        ends = select.poll()
+        ends.register(theirs, select.POLLIN)
+        size = unread_bytes(theirs)
+        if not size or not any(event & select.POLLHUP for _, event in ends.poll(0)):
+            return b""
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, fcntl.fcntl(theirs, fcntl.F_GETPIPE_SZ))
+        if _libc.tee(theirs, writing, ctypes.c_size_t(size), _SPLICE_NONBLOCK) != size:
+            raise Refused("what is left in a pipe that it reads cannot be carried", code="pipe-left")
+        found = b""
+        while len(found) < size:
+            found += os.read(reading, size)
+        return found
+    finally:
+        for one in (theirs, reading, writing):
+            os.close(one)
 
 
 def _is_plain_file(pid: int, number: int) -> bool:

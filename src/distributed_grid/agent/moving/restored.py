@@ -132,10 +132,14 @@ class Restored(Shim):
                 pass
             if not self.reap() or (self.recorded and self._alone()):
                 self._end()
+            elif self.pumps.input:
+                self.pumps.input.hand_on()
         elif fd == 0:
             self._command()
         elif fd in self.pumps.open:
             self.pumps.pump(fd)
+        elif self.pumps.input and fd == self.pumps.input.fd:
+            self.pumps.input.hand_on()
         elif self.lazy and fd == self.lazy.fileno():
             self.criu_link, _ = self.lazy.accept()
             self.poll.register(self.criu_link, select.POLLIN)
@@ -213,7 +217,7 @@ class Restored(Shim):
 
     def _stage(self) -> None:
         self.phase, self.began = "staging", time.monotonic()
-        words, fds = self.pumps.inherited(self.order["streams"])
+        words, fds = self.pumps.inherited(self.order["streams"], self.order["left"])
         command = list(self.order["command"])
         for word in words:
             command += ["--inherit-fd", word]
@@ -384,6 +388,8 @@ class Restored(Shim):
                 self._gpu_ended(status)
             elif pid == self.main and not self.recorded:
                 self.pumps.drain()
+                if self.pumps.input:
+                    self.more["input_taken"] = self.pumps.input.taken_bytes()
                 self.record_end(status, usage)
 
     def _alone(self) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_grid.agent.moving import criu, cure, gpu, images, stream
-from distributed_grid.agent.moving.facts import TreeFacts, tree_facts
+from distributed_grid.agent.moving.facts import TreeFacts, left_in_pipes, tree_facts
 from distributed_grid.agent.moving.hold import Cancelled, Holder
 from distributed_grid.agent.moving.ranges import Range, batches, merge, subtract, total_bytes
 from distributed_grid.agent.moving.state import State, cpu_ticks, live_tree
@@ -58,7 +58,7 @@ class Source(Holder):
         tree = live_tree(self.root)
         if not tree:
             raise Refused(f"process {self.root.pid} is gone", code="gone")
-        facts = tree_facts(tree, redirect=bool(self.options.get("redirect", True)))
+        facts = self._facts(tree)
         self._wait_filled(tree)
         self.link = stream.connect(
             self.spec["host"], self.spec["port"], bytes.fromhex(self.spec["key"]),
@@ -76,6 +76,10 @@ class Source(Holder):
             self._precopy()
         self.figures["precopy_s"] = round(time.monotonic() - began, 4)
         self._freeze()
+
+    def _facts(self, tree: list[int]) -> TreeFacts:
+        options = self.options
+        return tree_facts(tree, redirect=bool(options.get("redirect", True)), feed=bool(options.get("feed")))
 
     def _wait_filled(self, tree: list[int]) -> None:
         """A tree that was just moved here may still wait for pages: CRIU would take those for empty."""
@@ -180,7 +184,7 @@ class Source(Holder):
         for number in range(1, SEIZE_TRIES + 1):
             tree = self._stop_tree(stopped_before)
             self._reach("frozen", tree=tree, frozen_at=frozen_at)
-            facts = tree_facts(tree, redirect=bool(self.options.get("redirect", True)))
+            facts = self._facts(tree)
             self._save(tree)
             self._tick("stopped_s")
             tracked = [pid for pid in tree if pid in self.trackers and not self._forget_other_program(pid)]
@@ -221,6 +225,7 @@ class Source(Holder):
             "streams": facts.streams, "shell_job": facts.shell_job, "terminal": facts.terminal,
             "stopped_before": stopped_before, "root": self.root.pid, "tcp_close": bool(self.options.get("tcp_close")),
             "argv": facts.argv, "uid": facts.uid, "gid": facts.gid, "cwd": facts.cwd,
+            "left": left_in_pipes(facts.streams),
         }  # fmt: skip
         if self.gpu_threads:
             end["gpu"] = {"threads": self.gpu_threads, "pairs": self.options["gpu_pairs"]}

@@ -8,6 +8,8 @@ Exec'd in place, so it has the process's pid, parent and standard descriptors. R
                                                        counted from 1, for each that the program has not got yet
     {"op": "heard", "upto"}                         -> {"ok": true}; it has got these: they are not told again
     {"op": "write", "fd", "offset", "data": base64} -> {"offsets"}; what was written before is skipped, a gap refused
+    {"op": "input", "offset"}                       -> {"data": base64, "end"} of its standard input, once there is some
+    {"op": "input_over"}                            -> {"ok": true}; nobody reads it: who writes it is to see that
     {"op": "exit", "code", "signal"}                -> {"ok": true}, and it ends so
 """
 
@@ -25,6 +27,9 @@ import socket
 import stat
 import sys
 
+INPUT_PART_BYTES = 1 << 16
+#: More than what can be on its way to the program: eight parts, a rest and a pipe.
+INPUT_KEPT_BYTES = 1 << 20
 STOPPING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 RELAYED = {
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
@@ -40,6 +45,9 @@ class Stub:
         self.heard = self.told = 0  # how many reached the program, how many the listener was told of
         self.writing = False
         self.listener: socket.socket | None = None  # who hears of signals
+        #: Input that was read, but for its beginning: it is asked for again from where the program really is.
+        self.input, self.input_at, self.input_ended = bytearray(), 0, False
+        self.asking: tuple[socket.socket, int] | None = None  # who waits for input, and from where on
         self.clients: dict[int, socket.socket] = {}
         self.pending: dict[int, bytes] = {}
         while os.open(os.devnull, os.O_RDWR) < 2:  # a stream that was closed must not become one of our own
@@ -117,6 +125,8 @@ class Stub:
                     self.clients[client.fileno()] = client
                     self.pending[client.fileno()] = b""
                     self.poll.register(client, select.POLLIN)
+                elif fd == 0:
+                    self.read_input()
                 else:
                     self.serve(fd)
             self.tell_signals()
@@ -131,6 +141,8 @@ class Stub:
             self.poll.unregister(client)
             if self.listener is client:
                 self.listener = None
+            if self.asking and self.asking[0] is client:
+                self.ask_for_input(None)
             del self.clients[fd], self.pending[fd]
             client.close()
             return
@@ -141,14 +153,19 @@ class Stub:
                 answer = self.answer(client, request)
             except OSError as error:
                 answer = {"error": os.strerror(error.errno or 0), "errno": error.errno, "offsets": self.offsets}
-            try:
-                client.sendall(json.dumps(answer).encode() + b"\n")
-            except OSError:
-                pass
+            if answer is not None:
+                self.send(client, answer)
             if request["op"] == "exit":
                 self.end(request)
 
-    def answer(self, client: socket.socket, request: dict[str, object]) -> dict[str, object]:
+    def send(self, client: socket.socket, answer: dict[str, object]) -> None:
+        try:
+            client.sendall(json.dumps(answer).encode() + b"\n")
+        except OSError:
+            pass
+
+    def answer(self, client: socket.socket, request: dict[str, object]) -> dict[str, object] | None:
+        """None: later."""
         if request["op"] == "hello":
             self.listener, self.told = client, self.heard
             return {"pid": os.getpid(), "offsets": self.offsets}
@@ -161,7 +178,50 @@ class Stub:
             return {"offsets": self.offsets}
         if request["op"] == "heard":
             self.hear(int(str(request["upto"])))
-        return {"ok": request["op"] in ("exit", "heard")}
+        if request["op"] == "input":
+            at = int(str(request["offset"]))
+            found = self.found_input(at)
+            if found is None:
+                self.ask_for_input((client, at))
+            return found
+        if request["op"] == "input_over":
+            null = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null, 0)
+            os.close(null)
+        return {"ok": request["op"] in ("exit", "heard", "input_over")}
+
+    def found_input(self, at: int) -> dict[str, object] | None:
+        """What there is from that offset on; None if there is nothing yet."""
+        if not self.input_at <= at <= self.input_at + len(self.input):
+            return {"error": "gap"}
+        data = bytes(self.input[at - self.input_at :][:INPUT_PART_BYTES])
+        end = self.input_ended and at + len(data) == self.input_at + len(self.input)
+        return {"data": base64.b64encode(data).decode(), "end": end} if data or end else None
+
+    def ask_for_input(self, asking: tuple[socket.socket, int] | None) -> None:
+        """Nothing is read before it is asked for: who writes it waits, as for the program itself."""
+        if asking and not self.asking:
+            self.poll.register(0, select.POLLIN)
+        if self.asking and not asking:
+            self.poll.unregister(0)
+        self.asking = asking
+
+    def read_input(self) -> None:
+        try:
+            data = os.read(0, INPUT_PART_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.input_ended = not data
+        self.input += data
+        over = max(0, len(self.input) - INPUT_KEPT_BYTES)
+        del self.input[:over]
+        self.input_at += over
+        if self.asking:
+            client, at = self.asking
+            self.ask_for_input(None)
+            self.send(client, self.found_input(at) or {"error": "gap"})
 
     def write(self, fd: int, view: memoryview) -> None:
         self.writing = True

@@ -171,7 +171,8 @@ class Target:
         self.state.set(phase="received", bytes=sum(map(total_bytes, lazy.values())), streams=end["streams"])
         self._order(
             {
-                "op": "stage", "command": command, "streams": end["streams"], "stopped_before": end["stopped_before"],
+                "op": "stage", "command": command, "streams": end["streams"], "left": end["left"],
+                "stopped_before": end["stopped_before"],
                 "strict": bool(self.options.get("strict", False)),
                 "gpu": gpu.words_of(end["gpu"]) if "gpu" in end else [],
             }

@@ -36,6 +36,8 @@ class MoveOptions:
     relaunch_allowed: bool = False  # for `auto`; asking for `relaunch` allows it
     tcp_close: bool = False
     cut_pipes: bool = False
+    #: Its standard input can come from its stub: of what an earlier move brought here, only if that feeds it already.
+    feed: bool = True
     stage_large: bool | None = None  # files beyond the limit: copied, left behind, or (None) a reason to ask
     capture_state: bool = True  # False: a relaunch with nothing of the old environment
     staging_limit_bytes: int = 2 << 30
@@ -81,7 +83,8 @@ def preflight(
         *_owners(facts, source),
         *_tree(facts),
         *preflight_descriptors.check_descriptors(
-            facts, source, same, tcp_close=options.tcp_close, cut_pipes=options.cut_pipes, one_network=one_network
+            facts, source, same, tcp_close=options.tcp_close, cut_pipes=options.cut_pipes, feed=options.feed,
+            one_network=one_network,
         ),
         *staged.findings,
         *preflight_gpu.check_gpus(facts, source, target, gpus),
@@ -89,7 +92,8 @@ def preflight(
         *_size(staged.bytes, options),
         *_relaunch(facts, target, options),
     ]
-    mover: dict[str, Any] = {"tcp_close": options.tcp_close}
+    feed = options.feed and preflight_descriptors.fed(facts) is not None
+    mover: dict[str, Any] = {"tcp_close": options.tcp_close, "feed": feed}
     if pairs := preflight_gpu.gpu_pairs(facts, source, target, gpus):
         mover["gpu_pairs"] = pairs
     ghosts = [one.size_bytes for process in facts.processes for one in process.files if one.deleted]

@@ -29,12 +29,17 @@ _BIG_GHOST_BYTES = 64 << 20
 
 def check_descriptors(
     facts: TreeFacts, source: TargetFacts, same: Callable[[str], bool], *, tcp_close: bool, cut_pipes: bool,
-    one_network: bool,
+    feed: bool, one_network: bool,
 ) -> list[Finding]:  # fmt: skip
     """`same`: whether a path is one file for both nodes; `one_network`: whether they share every port."""
     found: list[Finding] = []
     names = {pid: name for pid, name in facts.parents}
     locked = 0
+    passed_on = fed(facts)
+    if feed and passed_on:
+        whom = "home" if facts.under_shim else f"{_whom(passed_on, names)}, which stays here"
+        text = f"its standard input comes from {whom}: what is written there is passed on"
+        found.append(Finding("pipe-in", "notice", text, option="--inherit-fd"))
     for process in facts.processes:
         for one in process.files:
             # What an earlier move's shim opened for it comes from outside of its namespace; a shim holds it again.
@@ -42,6 +47,8 @@ def check_descriptors(
                 text = f"it has {one.path} open, which is on no file system that it can see"
                 help = "a message queue, or handed to it by a program in another mount namespace"
                 found.append(Finding("hidden-file", "blocks", text, help))
+                continue
+            if feed and passed_on and one.path == passed_on.path:
                 continue
             found += _one(one, process, source, tcp_close, cut_pipes, names)
             locked += len(one.locks)
@@ -58,6 +65,15 @@ def check_descriptors(
         found.append(Finding("file-locks", "notice", text, option="--file-locks"))
     found += _terminals(facts)
     return found
+
+
+def fed(facts: TreeFacts) -> OpenFile | None:
+    """Its standard input, if that is a pipe from somebody who stays, and nobody else's."""
+    for one in facts.root.files:
+        mine = one.kind == "pipe" and one.fd == 0 and one.end == "read" and one.peer == "outside"
+        if mine and (facts.under_shim or not one.peer_reads):
+            return one
+    return None
 
 
 def _holds_name(one: OpenFile) -> bool:

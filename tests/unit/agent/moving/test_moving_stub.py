@@ -183,6 +183,47 @@ def test_a_terminal_that_was_closed_does_not_keep_it(
     assert child.wait(LIMIT_S) == 3
 
 
+def test_its_input_is_given_in_order_and_again(alone: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    child = alone(stdin=reading)
+    os.close(reading)
+
+    def part(relay: Relay, at: int) -> tuple[bytes, bool]:
+        answer = relay.ask(op="input", offset=at)
+        return base64.b64decode(answer["data"]), answer["end"]
+
+    relay = Relay(tmp_path)
+    os.write(writing, b"one")
+    assert part(relay, 0) == (b"one", False) and part(relay, 1) == (b"ne", False)
+    assert relay.ask(op="input", offset=4) == {"error": "gap"}
+    relay.file.write(b'{"op": "input", "offset": 3}\n')  # and it goes before there is an answer
+    relay.file.flush()
+    relay.close()
+    other = Relay(tmp_path)
+    assert other.ask(op="hello")["pid"] == child.pid
+    os.write(writing, b"two")
+    assert part(other, 3) == (b"two", False)
+    os.close(writing)
+    assert part(other, 6) == (b"", True) and part(other, 2) == (b"etwo", True)
+    other.ask(op="exit", code=0)
+    other.close()
+
+
+def test_who_writes_to_it_is_told_that_nobody_reads(
+    alone: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    reading, writing = os.pipe()
+    alone(stdin=reading)
+    os.close(reading)
+    relay = Relay(tmp_path)
+    assert relay.ask(op="input_over")["ok"]
+    with pytest.raises(BrokenPipeError):
+        os.write(writing, b"x")
+    os.close(writing)
+    relay.ask(op="exit", code=0)
+    relay.close()
+
+
 def test_a_full_disk_is_told_and_tried_again(alone: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         alone(stdout=full)

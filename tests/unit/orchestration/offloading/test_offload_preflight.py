@@ -107,13 +107,24 @@ def test_inner_pipes_and_sockets_are_nobodys_business() -> None:
 
 
 CUT = [
-    (OpenFile(0, "pipe", "pipe:[9]", peer="outside", peer_pids=(400,), end="read"), "pipe-in"),
+    (OpenFile(3, "pipe", "pipe:[9]", peer="outside", peer_pids=(400,), end="read"), "pipe-in"),
+    (OpenFile(0, "pipe", "pipe:[9]", peer="outside", peer_pids=(400,), peer_reads=True, end="read"), "pipe-in"),
     (OpenFile(7, "pipe", "pipe:[9]", flags=os.O_WRONLY, peer="outside", peer_pids=(400,), end="write"), "pipe-other"),
     (OpenFile(7, "pipe", "pipe:[9]", peer="shared", peer_pids=(400,), end="both"), "pipe-shared"),
 ]
 
 
-@pytest.mark.parametrize(("file", "code"), CUT, ids=[code for _, code in CUT])
+def test_input_from_who_stays_is_passed_on() -> None:
+    file = OpenFile(0, "pipe", "pipe:[9]", peer="outside", peer_pids=(400,), end="read")
+    found = check(tree(file))
+    assert found.stops("live") == [] and found.mover["feed"]
+    told = finding(found, "pipe-in")
+    assert told.severity == "notice" and "400" in told.text and "passed on" in told.text
+    assert finding(check(tree(file), feed=False), "pipe-in").severity == "asks", "what no stub can give it"
+    assert not check(tree(file), feed=False).mover["feed"] and not check(tree()).mover["feed"]
+
+
+@pytest.mark.parametrize(("file", "code"), CUT)
 def test_pipes_are_cut_only_with_consent(file: OpenFile, code: str) -> None:
     found = check(tree(file))
     asked = finding(found, code)
