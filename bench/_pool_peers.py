@@ -20,10 +20,10 @@ from distributed_grid.core.process import tree_of
 MIB = 1024**2
 SLICE = 256 * 1024
 
-#: Blocking sockets, 256 KiB at a time, straight from and into one buffer; no sums, no checks.
-_RAW = """
+#: Blocking sockets, 256 KiB at a time, straight from and into one buffer; no sums, no checks: SIZE [ADDRESS].
+RAW = """
 import socket, sys
-listener = socket.create_server(("127.0.0.1", 0)); print(listener.getsockname()[1], flush=True)
+listener = socket.create_server((*sys.argv[2:] or ("127.0.0.1",), 0)); print(listener.getsockname()[1], flush=True)
 line, _ = listener.accept(); line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 view = memoryview(bytearray(int(sys.argv[1])))
 while len(head := line.recv(9, socket.MSG_WAITALL)) == 9:
@@ -110,10 +110,11 @@ class _Child:
         self.stdout.close()
 
 
-class RawStream(_Child):
-    def __init__(self, size: int) -> None:
-        super().__init__([sys.executable, "-c", _RAW, str(size)])
-        self._line = socket.create_connection(("127.0.0.1", int(self.stdout.readline())))
+class RawLine:
+    """The asking end."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._line = socket.create_connection((address, port))
         self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def write(self, view: memoryview) -> None:
@@ -130,7 +131,16 @@ class RawStream(_Child):
 
     def close(self) -> None:
         self._line.close()
-        super().close()
+
+
+class RawStream(_Child, RawLine):
+    def __init__(self, size: int) -> None:
+        _Child.__init__(self, [sys.executable, "-c", RAW, str(size)])
+        RawLine.__init__(self, "127.0.0.1", int(self.stdout.readline()))
+
+    def close(self) -> None:
+        RawLine.close(self)
+        _Child.close(self)
 
 
 class PingPong(_Child):

@@ -14,13 +14,14 @@ import os
 import shlex
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench._measure import Report, Sample, sample_pair, timed
-from bench._pool_peers import Flight, PingPong, RawStream, RayActor, Redis, ray_actor
+from bench._pool_peers import RAW, Flight, PingPong, RawStream, RayActor, Redis, ray_actor
 from distributed_grid.orchestration.distributed_memory_pool import DistributedMemoryPool, SyncMemoryPool
 from tests.unit.orchestration.distributed_memory_pool.world import World
 
@@ -36,6 +37,7 @@ ACTOR_SIZES = (64 * 1024, MIB, *SIZES[:2])
 ROUNDS, TURNS = 250, 8
 BUSY_POLL_S = 60e-6
 NODE = "gpu1"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
@@ -313,13 +315,15 @@ def _actor_count(size: int) -> int:
     return 20 if size <= MIB else 1
 
 
-#: On the head of the lab: an actor on the other host, and a block there, in turns.
+#: On the head of the lab: an actor on the other host, a block and a bare TCP stream there, in turns.
 _BESIDE_AN_ACTOR = """
 import json, logging, os, sys, time
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distributed_grid.orchestration.distributed_memory_pool import SyncMemoryPool
-there, times, plan = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+from bench._pool_peers import RawLine
+there, times, plan, port = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+raw = RawLine(there, port)
 ray.init(log_to_driver=False, logging_level=logging.ERROR)
 [node] = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == there]
 class Holder:
@@ -330,14 +334,17 @@ found = {}
 with SyncMemoryPool(compression="off") as pool:
     for size, count in plan:
         data, actor, block = os.urandom(size), Actor.remote(), pool.allocate(size, "gpu1", strict=True)
+        view, place = memoryview(data), memoryview(bytearray(size))
         works = {
-            "write": (lambda: pool.write(block, data), lambda: ray.get(actor.write.remote(data))),
-            "read": (lambda: pool.read(block), lambda: ray.get(actor.read.remote())),
+            "write": (
+                lambda: pool.write(block, data), lambda: ray.get(actor.write.remote(data)), lambda: raw.write(view)
+            ),
+            "read": (lambda: pool.read(block), lambda: ray.get(actor.read.remote()), lambda: raw.read(place)),
         }
-        for what, pair in works.items():
-            taken = ([], [])
+        for what, trio in works.items():
+            taken = ([], [], [])
             for _ in range(times + 1):
-                for work, into in zip(pair, taken):
+                for work, into in zip(trio, taken):
                     began = time.perf_counter()
                     for _ in range(count): work()
                     into.append((time.perf_counter() - began) / count)
@@ -360,14 +367,24 @@ def _ray_between_hosts(report: Report) -> None:
         return
     plan = [(size, _actor_count(size)) for size in ACTOR_SIZES]
     with lab_cluster("gpu-master", "gpu1", more=f"ray:\n  object_store_bytes: {2048 * MIB}\n") as cluster:
-        argv = [str(PYTHON), "-c", _BESIDE_AN_ACTOR, cluster.lab["gpu1"].address, str(TIMES), json.dumps(plan)]
-        shell = f'eval "$({shlex.join(cluster.argv("env"))})" && exec {shlex.join(argv)}'
-        done = cluster.head.run(["bash", "-c", shell], timeout=900, cwd="/root", env={"GRID_CONFIG": cluster.config})
+        host = cluster.lab["gpu1"]
+        raw = host.popen([str(PYTHON), "-c", RAW, str(max(ACTOR_SIZES)), host.address], stdout=subprocess.PIPE)
+        with raw:
+            assert raw.stdout
+            port = raw.stdout.readline().decode().strip()
+            argv = [str(PYTHON), "-c", _BESIDE_AN_ACTOR, host.address, str(TIMES), json.dumps(plan), port]
+            shell = f'eval "$({shlex.join(cluster.argv("env"))})" && exec {shlex.join(argv)}'
+            env = {"GRID_CONFIG": cluster.config, "PYTHONPATH": str(ROOT)}
+            try:
+                done = cluster.head.run(["bash", "-c", shell], timeout=900, cwd="/root", env=env)
+            finally:
+                raw.kill_tree()
         found = json.loads(done.stdout.splitlines()[-1])
     for size in ACTOR_SIZES:
         for what in ("write", "read"):
-            ours, peer = (statistics.median(taken) for taken in found[f"{what} {size}"])
+            ours, peer, bare = (statistics.median(taken) for taken in found[f"{what} {size}"])
             report.ratio(f"{what} {_name(size)} between hosts / Ray actor", ours, peer, limit=_actor_limit(size))
+            report.ratio(f"{what} {_name(size)} between hosts, a bare TCP stream / Ray actor", bare, peer, limit=None)
 
 
 def _shared(report: Report, pool: SyncMemoryPool) -> None:

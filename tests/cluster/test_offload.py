@@ -289,6 +289,57 @@ def test_another_pipe_from_who_stays_is_cut_only_with_consent(embedded: Embedded
     assert started.log.read_text() == "one\ntwo\nend of input\n"
 
 
+def test_a_child_goes_on_in_its_own_file(embedded: EmbeddedCluster, started: Started) -> None:
+    """As `make`, `xargs` or a script with `job > log` have them: it is not its parent's output."""
+    script = '"$1" "$2" "$3" 7 > one 2> two; echo "end $?"; cat two >&2'
+    argv = ["sh", "-c", script, "sh", str(PYTHON), str(PROGRAMS / "chain.py"), str(started.end)]
+    who = started.spawn(argv, wait=False, cwd=started.directory)
+    wait_until(lambda: started.size("one"), LIMIT_S, "the child to write something")
+    done = move(embedded, who.pid, "-t", "gpu1")
+    started.more("on gpu1", "one")
+    embedded.grid("offload", "return", done["id"], timeout=LIMIT_S)
+    started.more("at home", "one")
+    assert not started.size(), "its parent has written nothing yet"
+    started.end.touch()
+    assert started.processes[0].wait(LIMIT_S) == 0
+    assert started.log.read_text() == "end 7\n"
+    check_chain((started.directory / "one").read_text(), 3)
+
+
+#: Waits by calls that the kernel goes on with by its own note when a program was stopped and runs on.
+WAITS = """
+import ctypes, sys, time
+libc, began = ctypes.CDLL(None, use_errno=True), time.monotonic()
+class Span(ctypes.Structure): _fields_ = [("s", ctypes.c_long), ("ns", ctypes.c_long)]
+print("waits", flush=True)
+if sys.argv[1] == "poll": found = libc.poll(None, 0, 4000)
+else: found = libc.nanosleep(ctypes.byref(Span(4, 0)), None)
+print(found, ctypes.get_errno(), time.monotonic() - began >= 4, flush=True)
+"""
+
+
+@pytest.mark.parametrize("call", ["poll", "nanosleep"])
+def test_a_wait_is_not_broken_off(embedded: EmbeddedCluster, started: Started, call: str) -> None:
+    who = started.spawn([str(PYTHON), "-c", WAITS, call])
+    move(embedded, who.pid, "-t", "gpu1")
+    assert started.processes[0].wait(LIMIT_S) == 0
+    assert started.log.read_text() == "waits\n0 0 True\n"
+
+
+def test_a_file_that_somebody_goes_on_writing(embedded: EmbeddedCluster, started: Started) -> None:
+    """It is read by `tail -f` and by a program; both go on."""
+    numbers = started.directory / "numbers"
+    numbers.touch()
+    script = 'n=0; while [ ! -e "$1" ]; do n=$((n + 1)); echo $n; done > "$2"'
+    started.spawn(["sh", "-c", script, "sh", str(started.end), str(numbers)], log="writer", wait=False)
+    who = started.spawn(["tail", "-n", "+1", "-f", str(numbers)])
+    move(embedded, who.pid, "-t", "gpu1")
+    started.more("on gpu1")
+    started.end.touch()
+    assert started.processes[0].wait(LIMIT_S) == 0
+    wait_until(lambda: started.log.read_bytes() == numbers.read_bytes(), LIMIT_S, "all of it to be read")
+
+
 #: Writes numbered lines until the end is said, and in its log how many; with one that reads them, slower.
 GIVES = """
 import itertools, os, sys

@@ -16,7 +16,7 @@ from distributed_grid.core.errors import TimedOut, Unavailable, UsageError
 #: A job that does not read gets no more than so many parts ahead.
 PARTS_AHEAD = 8
 #: The caller asks again after so long.
-WAIT_LIMIT_S, POLL_S = 600.0, 0.01
+WAIT_LIMIT_S, POLL_S, MOST_POLL_S = 600.0, 0.01, 0.2
 
 
 async def accept(
@@ -26,7 +26,7 @@ async def accept(
 
     Whether somebody is there to read it.
     """
-    folder = task_dir / PARTS
+    folder, pause_s = task_dir / PARTS, POLL_S
     deadline = time.monotonic() + WAIT_LIMIT_S
     while True:
         if is_over() or not folder.is_dir():
@@ -36,7 +36,8 @@ async def accept(
             break
         if time.monotonic() > deadline:
             raise TimedOut(f"{task_dir.name} does not read its input", code="job-input")
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MOST_POLL_S)
     accepted, ended = accepted_bytes(folder)
     if offset > accepted:
         raise UsageError(f"{task_dir.name} has {accepted} bytes of its input, not {offset}", code="job-input")

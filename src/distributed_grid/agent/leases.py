@@ -202,6 +202,7 @@ class LeaseCalls:
         """How much of its input has been accepted, whether that is all of it, and whether it reads it; or is over."""
         folder = self._tasks.spool / task_id / PARTS
         accepted, ended = job_input.accepted_bytes(folder)
+        self._tasks.wake_shim(task_id)  # whoever left the last part may have died before that
         return {"accepted": accepted, "ended": ended, "reads": folder.is_dir(), "over": self._has_exit(task_id)}
 
     @method

@@ -89,7 +89,7 @@ class TaskStatus:
     max_rss_bytes: int = 0
     stdout_bytes: int = 0
     stderr_bytes: int = 0
-    input_taken: int = 0  # of what came from home, once it ended
+    input_taken: int | None = None  # of what came from home, once it was moved on
 
     @property
     def ended(self) -> bool:
@@ -186,7 +186,7 @@ def read_status(task_dir: Path) -> TaskStatus:
         started_at=end.get("started_at", main.get("time", 0.0)), ended_at=end.get("ended_at", 0.0),
         cpu_s=end.get("user_s", 0.0) + end.get("system_s", 0.0), max_rss_bytes=end.get("max_rss_bytes", 0),
         stdout_bytes=_size(task_dir / STDOUT), stderr_bytes=_size(task_dir / STDERR),
-        input_taken=end.get("input_taken", 0),
+        input_taken=end.get("input_taken"),
     )  # fmt: skip
 
 

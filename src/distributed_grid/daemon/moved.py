@@ -88,9 +88,7 @@ class Followers:
 
     async def _follow(self, move_id: str) -> None:
         row = self._moves.get(move_id)
-        beside = [asyncio.create_task(self._relay_signals(row))]
-        if row.data.get("input"):
-            beside.append(asyncio.create_task(self._relay_input(row)))
+        beside = [asyncio.create_task(work) for work in (self._relay_signals(row), self._relay_input(row))]
         try:
             ended = await self._relay_output(row)
         finally:
@@ -166,26 +164,46 @@ class Followers:
                 if error.code == "stub":
                     await self._check_stub(row.id)
             except GridError as error:
-                log.warning("the input of %s: %s %s", row.id, error.message, error.cause)
+                if error.code == "stub-input":
+                    self.lose_input(row)
+                elif error.code != "job-input":  # which is a program that takes its time
+                    log.warning("the input of %s: %s %s", row.id, error.message, error.cause)
+            except Exception:
+                log.exception("the input of %s could not be passed on", row.id)
             await asyncio.sleep(RETRY_S)
+
+    def lose_input(self, row: MoveRow) -> None:
+        self._moves.update(row.id, data={**self._moves.get(row.id).data, "input_lost": True})
+        text = f"PID {row.pid} on {row.target}: nobody knows how much of its input it had read, so that ends here"
+        self._events.publish("offload.input_lost", text, node=row.target, move=row.id)
 
     async def _feed(self, row: MoveRow) -> None:
         home = row.data.get("home") or {"node": row.node, "move": row.id}
         base = int((row.data.get("base") or {}).get("stdin", 0))
         stub, target = self._links.get(home["node"]), self._links.get(row.target)
+        if not row.data.get("input"):
+            if await self._has_stub(row):
+                await stub.call("stub_input_over", wait_s=5.0, move_id=home["move"])
+            return
         there = await target.call("job_input_state", wait_s=5.0, task_id=row.id)
         at, ended, read = int(there["accepted"]), there["ended"], there["reads"] and not there["over"]
+        lost = False
         while read and not ended:
             part: dict[str, Any] = {"data": b"", "end": True}  # without a stub nobody can read any more of it
-            if await self._has_stub(self._moves.get(row.id)):
+            now = self._moves.get(row.id)
+            lost = bool(now.data.get("input_lost"))
+            if await self._has_stub(now) and not lost:
                 part = await stub.call("stub_input", wait_s=5.0, timeout_s=60, move_id=home["move"], offset=base + at)
             if part["data"] or part["end"]:
                 read = await target.call(
                     "job_input", wait_s=5.0, timeout_s=700, task_id=row.id, data=part["data"], offset=at,
                     last=part["end"],
                 )  # fmt: skip
+            else:  # nobody writes for a while
+                read = (await target.call("job_input_state", wait_s=5.0, task_id=row.id))["reads"]
             at, ended = at + len(part["data"]), part["end"]
-        if not read and not (await target.call("job_input_state", wait_s=5.0, task_id=row.id))["over"]:
+        over = (await target.call("job_input_state", wait_s=5.0, task_id=row.id))["over"]
+        if not over and (lost or not read):
             await stub.call("stub_input_over", wait_s=5.0, move_id=home["move"])
 
     # -- the end --------------------------------------------------------------------------------------------------

@@ -202,13 +202,17 @@ class OffloadService:
             return
         status = await self._ended_task(before)
         base = {"stdin": 0, **(before.data.get("base") or {"stdout": 0, "stderr": 0})}
+        taken = status["input_taken"]
         base = {
-            "stdin": base["stdin"] + status["input_taken"], "stdout": base["stdout"] + status["stdout_bytes"],
+            "stdin": base["stdin"] + (taken or 0), "stdout": base["stdout"] + status["stdout_bytes"],
             "stderr": base["stderr"] + status["stderr_bytes"],
         }  # fmt: skip
         home = before.data.get("home") or {"node": before.node, "move": before.id}
         await self._drain(before, home, base)
-        self._moves.update(row.id, data={**self._moves.get(row.id).data, "home": home, "base": base})
+        data = {**self._moves.get(row.id).data, "home": home, "base": base}
+        self._moves.update(row.id, data=data)
+        if before.data.get("input") and taken is None:
+            self.followers.lose_input(row)
         self.mover.step(before.id, "MOVED", f"carried on by {row.id}")
         await self.followers.leave(before.id)
         self.files.forget(before.id)

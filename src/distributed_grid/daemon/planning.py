@@ -247,7 +247,7 @@ class Planner:
             options={"source": {**common, **plan.mover}, "target": {**common, "file_roots": roots}},
             facts={
                 "bytes_total": plan.bytes, "files": list(plan.files),
-                "input": plan.strategy == "live" and plan.mover["feed"],
+                "input": plan.strategy == "live" and bool(plan.mover["feed"]),
             },
         )  # fmt: skip
         if staging:

@@ -43,7 +43,7 @@ class OpenFile:
     #: outside (the other end is elsewhere), none (nobody has the other end), unknown
     peer: str = ""
     peer_pids: tuple[int, ...] = ()
-    peer_reads: bool = False  # of a pipe: somebody outside of the tree reads from it, too
+    peer_reads: bool = False  # of a pipe that is standard input: somebody outside of the tree reads from it, too
     end: str = ""  # of a pipe: read, write, both
     protocol: str = ""
     state: str = ""
@@ -91,14 +91,7 @@ class Outsiders:
 
     def reads(self, link: str) -> bool:
         """Whether one of the outsiders has a pipe's reading end."""
-        for pid in self.holders(link):
-            for one in Path(f"/proc/{pid}/fd").iterdir():
-                try:
-                    if str(one.readlink()) == link and _open_flags(pid, one.name) & os.O_ACCMODE != os.O_WRONLY:
-                        return True
-                except OSError:
-                    continue  # closed meanwhile
-        return False
+        return any(_reads(pid, link) for pid in self.holders(link))
 
     def _scan(self) -> dict[str, set[int]]:
         found: dict[str, set[int]] = {}
@@ -135,6 +128,24 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
         except (OSError, ValueError):
             continue  # closed meanwhile
     return tuple(found)
+
+
+def _reads(pid: int, link: str) -> bool:
+    for name in _names(pid):
+        try:
+            mine = os.readlink(f"/proc/{pid}/fd/{name}") == link  # noqa: PTH115
+            if mine and _open_flags(pid, name) & os.O_ACCMODE != os.O_WRONLY:
+                return True
+        except OSError:
+            continue  # closed meanwhile
+    return False
+
+
+def _names(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
+    except OSError:
+        return []  # it has ended
 
 
 def _open_flags(pid: int, fd: str) -> int:
@@ -273,7 +284,7 @@ def _follow_pipe(pid: int, one: OpenFile, ends: set[str], outsiders: Outsiders) 
         peer = "outside"
     else:
         peer = "unknown" if outsiders.unreadable and not (one.kind == "pipe" and _is_hung_up(pid, one)) else "none"
-    return replace(one, peer=peer, peer_pids=holders, peer_reads=outsiders.reads(one.path))
+    return replace(one, peer=peer, peer_pids=holders, peer_reads=one.fd == 0 and outsiders.reads(one.path))
 
 
 def _is_hung_up(pid: int, one: OpenFile) -> bool:

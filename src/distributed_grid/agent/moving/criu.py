@@ -111,12 +111,13 @@ def _ids(pid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(users), tuple(groups)
 
 
-def was_not_seized(log: Path) -> bool:
-    """Whether a dump failed because a thread did not come to a stop for CRIU within its limit: nothing was done yet."""
+def may_try_again(log: Path) -> bool:
+    """Whether a dump failed because CRIU did not get hold of a thread: a moment later it does."""
     try:
-        return "can't wait task" in log.read_text(errors="replace")
+        text = log.read_text(errors="replace")
     except OSError:
         return False
+    return "can't wait task" in text or "task interruption" in text
 
 
 def dump_command(

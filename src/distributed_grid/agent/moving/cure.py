@@ -42,6 +42,11 @@ _DEBUG_CONTROL = 848 + 7 * 8  # u_debugreg[7]: a breakpoint that CRIU set would 
 _CODE_BYTES = 16  # what CRIU writes at the start of the first executable mapping
 _PARASITE = "memfd:CRIUMFD"
 _SYS_CLOSE, _SYS_MPROTECT, _SYS_MUNMAP = 3, 10, 11
+#: -ERESTART_RESTARTBLOCK and -ERESTARTNOINTR: the kernel will go on with a call by its own note, or begin it anew.
+#: That note is gone once CRIU's code ran in the process, and the program would see EINTR, which it need not expect.
+_RESTART_BLOCK, _RESTART, _EINTR = 2**64 - 516, 2**64 - 513, 2**64 - 4
+_SYS_RESTART = 219
+_LOAD_AND_CALL_BYTES = 7  # mov eax, NUMBER; syscall
 TRAP = 1 << signal.SIGTRAP - 1
 _ALL_SIGNALS = 2**64 - 1 & ~(1 << 8 | 1 << 18)  # but SIGKILL and SIGSTOP, as the kernel keeps it
 
@@ -58,6 +63,12 @@ def save(tree: list[int], path: Path) -> None:
         for tid, before in process["threads"].items():
             with traced(int(tid)):
                 set_mask(int(tid), before["mask"] | TRAP)
+
+
+def interrupted(path: Path) -> dict[int, int]:
+    """The threads that stood in a call which the kernel would go on with by its own note: that call's number."""
+    processes = (read_json(path) or {}).get("processes", [])
+    return {int(tid): before["call"] for one in processes for tid, before in one["threads"].items() if before["call"]}
 
 
 def unblocked(path: Path) -> list[int]:
@@ -107,7 +118,24 @@ def _registers(tid: int) -> dict[str, Any]:
         space = ctypes.create_string_buffer(_XSTATE_BYTES)
         vector = _Iovec(ctypes.addressof(space), _XSTATE_BYTES)
         ptrace(_GETREGSET, tid, _XSTATE, ctypes.addressof(vector))
-        return {"regs": bytes(regs).hex(), "xstate": space.raw[: vector.size].hex(), "mask": get_mask(tid)}
+        return {
+            "regs": bytes(regs).hex(), "xstate": space.raw[: vector.size].hex(), "mask": get_mask(tid),
+            "call": _interrupted_call(tid, regs),
+        }  # fmt: skip
+
+
+def _interrupted_call(tid: int, regs: Regs) -> int:
+    """0: it stood in none, or nobody can tell in which: once the kernel went on with it, it forgets the number.
+
+    The C library loads that just before it makes the call.
+    """
+    if regs.rax != _RESTART_BLOCK:
+        return 0
+    if regs.orig_rax != _SYS_RESTART:
+        return int(regs.orig_rax)
+    code = _peek(tid, regs.rip - _LOAD_AND_CALL_BYTES)
+    load, number, call = code[:1], code[1:5], code[5:7]
+    return int.from_bytes(number, "little") if load + call == b"\xb8\x0f\x05" else 0
 
 
 # What is amiss
@@ -146,13 +174,17 @@ def _put_back(tid: int, before: dict[str, Any], foreign: Callable[[int], bool]) 
     with traced(tid):
         regs = Regs()
         ptrace(GETREGS, tid, 0, ctypes.addressof(regs))
+        old = Regs.from_buffer_copy(bytes.fromhex(before["regs"]))
         mask, astray = get_mask(tid), foreign(regs.rip)
+        anew = bool(before["call"])
+        if anew:
+            old.rax, old.orig_rax = _RESTART, before["call"]
         if astray:
             ptrace(_POKEUSER, tid, _DEBUG_CONTROL, 0)
             xstate = ctypes.create_string_buffer(bytes.fromhex(before["xstate"]))
             vector = _Iovec(ctypes.addressof(xstate), len(xstate) - 1)
             ptrace(_SETREGSET, tid, _XSTATE, ctypes.addressof(vector))
-            old = Regs.from_buffer_copy(bytes.fromhex(before["regs"]))
+        if astray or (anew and regs.rip == old.rip and regs.rax in (_RESTART_BLOCK, _EINTR)):
             ptrace(SETREGS, tid, 0, ctypes.addressof(old))
         astray = astray or (mask == _ALL_SIGNALS and before["mask"] != _ALL_SIGNALS)
         if not before["mask"] & TRAP:

@@ -19,12 +19,15 @@ from distributed_grid.core.process import read_stat
 _STREAMS = {1: "stdout", 2: "stderr"}
 _libc = ctypes.CDLL(None, use_errno=True)
 _SPLICE_NONBLOCK = 2
+#: What goes in one message of the move; a pipe holds 64 KiB unless somebody made it larger.
+_LEFT_LIMIT_BYTES = 512 * 1024
 
 
 @dataclass
 class TreeFacts:
-    #: Each: key (CRIU's name), stream (file name in the spool), kind ("file" or "pipe"), write, path, position; of
-    #: a pipe that it reads: fed (what comes into it at home is passed on), at (a process and a descriptor of it)
+    #: What the stub can go on with: the root's own output and input. Each: key (CRIU's name), stream (file name in the
+    #: spool), kind ("file" or "pipe"), write, path, position; of a pipe that it reads: fed (what comes into it at home
+    #: is passed on), at (a process and a descriptor of it)
     streams: list[dict[str, Any]] = field(default_factory=list)
     terminal: str = ""
     shell_job: bool = False
@@ -52,8 +55,11 @@ def descriptors(pid: int) -> list[tuple[int, str, int, int]]:
     return sorted(found)
 
 
-def tree_facts(pids: list[int], *, redirect: bool = True, feed: bool = False) -> TreeFacts:
-    """Read off /proc; `pids` parents first. Refuses a tree whose session cannot be carried."""
+def tree_facts(pids: list[int], *, redirect: bool = True, feed: str = "") -> TreeFacts:
+    """Read off /proc; `pids` parents first. Refuses a tree whose session cannot be carried.
+
+    `feed`: the pipe that is its standard input and is to be passed on.
+    """
     facts = TreeFacts()
     root = pids[0]
     writers: dict[str, bool] = {}  # path -> every open of it is write-only
@@ -74,12 +80,15 @@ def tree_facts(pids: list[int], *, redirect: bool = True, feed: bool = False) ->
     for link, (pid, number, position) in first.items():
         if link.startswith("pipe:["):
             if pipes[link] != {0, 1}:
-                stream = {"key": link, "stream": _STREAMS.get(number, f"fd{number}"), "kind": "pipe",
-                          "write": 1 in pipes[link]}  # fmt: skip
+                name = _STREAMS.get(number, "") if pid == root else ""
+                stream = {"key": link, "stream": name or f"fd{number}", "kind": "pipe", "write": 1 in pipes[link]}
                 if not stream["write"]:
-                    stream |= {"fed": feed and (pid, number) == (root, 0), "at": [pid, number]}
+                    stream |= {"fed": link == feed, "at": [pid, number]}
+                    if link == feed and (pid, number) != (root, 0):  # a shell puts it aside for a moment
+                        text = "its standard input is not what it was just now"
+                        raise Refused(text, hint="try again", code="stdin-changed")
                 facts.streams.append(stream)
-        elif redirect and number in _STREAMS and writers[link] and _is_plain_file(root, number):
+        elif redirect and pid == root and number in _STREAMS and writers[link] and _is_plain_file(root, number):
             facts.streams.append(
                 {"key": link.lstrip("/"), "stream": _STREAMS[number], "kind": "file", "write": True, "path": link,
                  "position": position}
@@ -102,6 +111,9 @@ def tree_facts(pids: list[int], *, redirect: bool = True, feed: bool = False) ->
 def left_in_pipes(streams: list[dict[str, Any]]) -> dict[str, str]:
     """By pipe, in base64: what nobody at home would read for the tree any more."""
     found = {one["key"]: _left_in_pipe(*one["at"]) for one in streams if "at" in one and not one["fed"]}
+    if sum(map(len, found.values())) > _LEFT_LIMIT_BYTES:
+        text = "too much lies unread in the pipes that it reads"
+        raise Refused(text, hint="wait until it has read on", code="pipe-left")
     return {key: base64.b64encode(data).decode() for key, data in found.items() if data}
 
 

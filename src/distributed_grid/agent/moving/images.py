@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from pathlib import Path
 
@@ -115,6 +117,65 @@ def unblock(image_dir: Path, tids: list[int], signal_bit: int) -> None:
                 for mask_at, _ in _places(data, at, end, inner):
                     data[mask_at] &= ~signal_bit
         path.write_bytes(data)
+
+
+#: In a core_entry: thread_info, its gpregs, and of those ax and ip.
+_THREAD_INFO, _GPREGS, _AX, _IP = 2, 2, 11, 17
+_SYSCALL_BYTES = 2
+
+
+def begin_calls_anew(image_dir: Path, calls: dict[int, int]) -> None:
+    """What CRIU would restore as interrupted (EINTR) begins anew: the thread stands before its system call again."""
+    for tid, number in calls.items():
+        path = image_dir / f"core-{tid}.img"
+        data = bytearray(path.read_bytes())
+        for info in _places(data, _MAGIC_BYTES + 4, len(data), _THREAD_INFO):
+            for regs in _places(data, *info, _GPREGS):
+                [ax], [ip] = (_places(data, *regs, one) for one in (_AX, _IP))
+                if varint(data, ax[0])[0] == 2**64 - errno.EINTR:
+                    _put(data, ax, number)
+                    _put(data, ip, varint(data, ip[0])[0] - _SYSCALL_BYTES)
+        path.write_bytes(data)
+
+
+def _put(data: bytearray, place: tuple[int, int], value: int) -> None:
+    """A number in the room of another one that is no shorter: nothing moves."""
+    at, end = place
+    for where in range(at, end):
+        data[where] = value & 127 | (128 if where < end - 1 else 0)
+        value >>= 7
+
+
+#: In a file_entry, its regular file; in that, its name, its size and its build id; and a field that nobody knows.
+_REGULAR, _NAME, _SIZE, _BUILD_ID, _UNKNOWN = 3, 6, 8, 11, 15
+
+
+def let_files_grow(image_dir: Path) -> int:
+    """CRIU refuses a file whose size differs; one that somebody goes on writing may be longer by then, though."""
+    path = image_dir / "files.img"
+    data, at, done = bytearray(path.read_bytes()), _MAGIC_BYTES, 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        for begin, end in _places(data, at + 4, at + 4 + size, _REGULAR):
+            one = fields(bytes(data[begin:end]))
+            [name], told = one[_NAME], _number(one, _SIZE)
+            assert isinstance(name, bytes)
+            if told is None or _BUILD_ID in one or not _is_as_long(name, told):
+                continue
+            [(size_at, _)] = _places(data, begin, end, _SIZE)
+            data[size_at - 1] = _UNKNOWN << 3
+            done += 1
+        at += 4 + size
+    if done:
+        path.write_bytes(data)
+    return done
+
+
+def _is_as_long(name: bytes, size: int) -> bool:
+    try:
+        return Path("/" + os.fsdecode(name).lstrip("/")).stat().st_size >= size
+    except OSError:
+        return False
 
 
 #: In a file_entry, its timerfd; in that, ticks nobody has read, the time left (s, ns) and the interval (s, ns).

@@ -75,7 +75,9 @@ class Pumps:
             while self.pump(fd):
                 pass
 
-    def inherited(self, streams: list[dict[str, Any]], left: dict[str, str]) -> tuple[list[str], list[int]]:
+    def inherited(
+        self, streams: list[dict[str, Any]], left: dict[str, str], owner: tuple[int, int]
+    ) -> tuple[list[str], list[int]]:
         """CRIU's `--inherit-fd` for each stream that we have the other end of, and the descriptors for it to inherit.
 
         `left`: by pipe, in base64, what was unread in it.
@@ -86,6 +88,7 @@ class Pumps:
                 fd = self._spool(one["stream"])
             else:
                 reading, writing = os.pipe()
+                os.fchown(reading, *owner)  # it may be opened anew, as /dev/stdin
                 if one["write"]:
                     self._watch(reading, one["stream"])
                     fd = writing
@@ -114,32 +117,42 @@ class Input:
         self._poll = poll
         self._rest = b""
         self._handed = self._unread = 0
-        self._open, self._waits = True, False
+        self._open = True
         self.fd = fd
         os.set_blocking(fd, False)
+        poll.register(fd, 0)  # tells, unasked, when nobody reads any more
 
     def hand_on(self) -> None:
         """What is there, as fast as the program takes it; the rest when the pipe has room."""
-        self._wait_for_room(False)
         while self._open and (self._rest or self._next()):
             try:
                 done = os.write(self.fd, self._rest)
             except BlockingIOError:
-                self._wait_for_room(True)
+                self._poll.modify(self.fd, select.POLLOUT)
                 return
             except BrokenPipeError:
-                self._unread = unread_bytes(self.fd)
-                self._close()
-                if not os.path.exists(self._moved):  # else it reads on elsewhere
-                    shutil.rmtree(self._dir, ignore_errors=True)  # whoever brings more is told that nobody reads it
-                return
+                break
             self._handed += done
             self._rest = self._rest[done:]
+        if self._open:
+            self._poll.modify(self.fd, 0)
+            ends = select.poll()
+            ends.register(self.fd, 0)
+            if ends.poll(0):
+                self._nobody_reads()
 
-    def _wait_for_room(self, wait: bool) -> None:
-        if wait != self._waits:
-            self._poll.register(self.fd, select.POLLOUT) if wait else self._poll.unregister(self.fd)
-            self._waits = wait
+    def _nobody_reads(self) -> None:
+        self._unread = unread_bytes(self.fd)
+        self._close()
+        if not os.path.exists(self._moved):  # else it reads on elsewhere
+            shutil.rmtree(self._dir, ignore_errors=True)  # whoever brings more is told
+
+    def end(self) -> None:
+        """The program has ended: what it left behind has this much, and no more."""
+        if self._open:
+            self.hand_on()
+        if self._open:
+            self._close()
 
     def _next(self) -> bool:
         self._rest = self._parts.next()
@@ -150,6 +163,7 @@ class Input:
         return bool(self._rest)
 
     def _close(self) -> None:
+        self._poll.unregister(self.fd)
         os.close(self.fd)
         self.fd, self._open, self._rest = -1, False, b""
 

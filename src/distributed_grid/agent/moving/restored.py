@@ -217,7 +217,8 @@ class Restored(Shim):
 
     def _stage(self) -> None:
         self.phase, self.began = "staging", time.monotonic()
-        words, fds = self.pumps.inherited(self.order["streams"], self.order["left"])
+        owner = (self.spec["uid"], self.spec["gid"])
+        words, fds = self.pumps.inherited(self.order["streams"], self.order["left"], owner)
         command = list(self.order["command"])
         for word in words:
             command += ["--inherit-fd", word]
@@ -391,6 +392,8 @@ class Restored(Shim):
                 if self.pumps.input:
                     self.more["input_taken"] = self.pumps.input.taken_bytes()
                 self.record_end(status, usage)
+                if self.pumps.input:
+                    self.pumps.input.end()
 
     def _alone(self) -> bool:
         """Whether only the pager is left."""

@@ -79,7 +79,7 @@ class Source(Holder):
 
     def _facts(self, tree: list[int]) -> TreeFacts:
         options = self.options
-        return tree_facts(tree, redirect=bool(options.get("redirect", True)), feed=bool(options.get("feed")))
+        return tree_facts(tree, redirect=bool(options.get("redirect", True)), feed=str(options.get("feed") or ""))
 
     def _wait_filled(self, tree: list[int]) -> None:
         """A tree that was just moved here may still wait for pages: CRIU would take those for empty."""
@@ -195,7 +195,7 @@ class Source(Holder):
                 break
             except GridError:
                 last = number == SEIZE_TRIES or bool(self.gpu_threads)
-                if last or not criu.was_not_seized(self.shm / "dump.log"):
+                if last or not criu.may_try_again(self.shm / "dump.log"):
                     raise
                 self._wake_again(tree, stopped_before)
         self._tick("dumped_s")
@@ -208,6 +208,7 @@ class Source(Holder):
         assert self.asked
         self.asked.close()  # nobody asks CRIU for pages: it lets go of the tree, which stays stopped
         images.unblock(self.shm, cure.unblocked(self.shm / cure.NAME), cure.TRAP)
+        images.begin_calls_anew(self.shm, cure.interrupted(self.shm / cure.NAME))
         images.rearm_timerfds(self.shm)
         for path in sorted(self.shm.glob("*.img")):
             self._send_file(path, {"image": path.name})
@@ -220,12 +221,13 @@ class Source(Holder):
         self._tick("files_s")
         if cpu_ticks(tree) != ticks or set(live_tree(self.root)) != set(tree):
             raise Refused("somebody woke or ended the process while it was frozen", code="woken")
+        left = left_in_pipes(facts.streams)
         self._reach("sent", streams=facts.streams)
         end = {
             "streams": facts.streams, "shell_job": facts.shell_job, "terminal": facts.terminal,
             "stopped_before": stopped_before, "root": self.root.pid, "tcp_close": bool(self.options.get("tcp_close")),
             "argv": facts.argv, "uid": facts.uid, "gid": facts.gid, "cwd": facts.cwd,
-            "left": left_in_pipes(facts.streams),
+            "left": left,
         }  # fmt: skip
         if self.gpu_threads:
             end["gpu"] = {"threads": self.gpu_threads, "pairs": self.options["gpu_pairs"]}
@@ -269,12 +271,14 @@ class Source(Holder):
             raise Cancelled
 
     def _wake_again(self, tree: list[int], stopped_before: list[int]) -> None:
-        """Seen, rarely: a thread that stands still does not come to a stop for CRIU. It runs on for a moment."""
+        """Seen, rarely: CRIU does not get hold of a thread that stands still. It runs on for a moment, as it was."""
         for pid in tree:
             print(f"not seized: {pid} {thread_facts(pid)}", file=sys.stderr, flush=True)
         self.figures["seized_again"] = self.figures.get("seized_again", 0) + 1
         assert self.asked
         self.asked.close()
+        if told := cure.cure(self.shm / cure.NAME):
+            print("put right:", "; ".join(told), file=sys.stderr, flush=True)
         for path in self.shm.iterdir():
             path.unlink()
         for pid in set(tree) - set(stopped_before):

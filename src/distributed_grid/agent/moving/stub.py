@@ -9,7 +9,7 @@ Exec'd in place, so it has the process's pid, parent and standard descriptors. R
     {"op": "heard", "upto"}                         -> {"ok": true}; it has got these: they are not told again
     {"op": "write", "fd", "offset", "data": base64} -> {"offsets"}; what was written before is skipped, a gap refused
     {"op": "input", "offset"}                       -> {"data": base64, "end"} of its standard input, once there is some
-    {"op": "input_over"}                            -> {"ok": true}; nobody reads it: who writes it is to see that
+    {"op": "input_over"}                            -> {"ok": true}; who writes into that pipe sees that nobody reads it
     {"op": "exit", "code", "signal"}                -> {"ok": true}, and it ends so
 """
 
@@ -44,6 +44,8 @@ class Stub:
         self.caught: list[int] = []  # signals, but for the first `heard`
         self.heard = self.told = 0  # how many reached the program, how many the listener was told of
         self.writing = False
+        #: What waits for room in a pipe or terminal, in order: whom to answer, its offset, the data.
+        self.waiting: dict[int, list[tuple[socket.socket, int, bytes]]] = {}
         self.listener: socket.socket | None = None  # who hears of signals
         #: Input that was read, but for its beginning: it is asked for again from where the program really is.
         self.input, self.input_at, self.input_ended = bytearray(), 0, False
@@ -127,7 +129,9 @@ class Stub:
                     self.poll.register(client, select.POLLIN)
                 elif fd == 0:
                     self.read_input()
-                else:
+                elif fd in self.waiting:
+                    self.write_some(fd)
+                elif fd in self.clients:
                     self.serve(fd)
             self.tell_signals()
 
@@ -143,6 +147,9 @@ class Stub:
                 self.listener = None
             if self.asking and self.asking[0] is client:
                 self.ask_for_input(None)
+            for output in list(self.waiting):
+                self.waiting[output] = [one for one in self.waiting[output] if one[0] is not client]
+                self.wait_for_room(output)
             del self.clients[fd], self.pending[fd]
             client.close()
             return
@@ -174,8 +181,13 @@ class Stub:
             data = base64.b64decode(str(request["data"]))
             if offset > self.offsets[fd]:
                 return {"error": "gap", "offsets": self.offsets}
-            self.write(fd, memoryview(data)[self.offsets[fd] - offset :])
-            return {"offsets": self.offsets}
+            view = memoryview(data)[self.offsets[fd] - offset :]
+            if not view or stat.S_ISREG(os.fstat(fd).st_mode):
+                self.write(fd, view)
+                return {"offsets": self.offsets}
+            self.waiting.setdefault(fd, []).append((client, offset, data))
+            self.wait_for_room(fd)
+            return None
         if request["op"] == "heard":
             self.hear(int(str(request["upto"])))
         if request["op"] == "input":
@@ -184,7 +196,7 @@ class Stub:
             if found is None:
                 self.ask_for_input((client, at))
             return found
-        if request["op"] == "input_over":
+        if request["op"] == "input_over" and stat.S_ISFIFO(os.fstat(0).st_mode):
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)
             os.close(null)
@@ -222,6 +234,31 @@ class Stub:
             client, at = self.asking
             self.ask_for_input(None)
             self.send(client, self.found_input(at) or {"error": "gap"})
+
+    def wait_for_room(self, fd: int) -> None:
+        """A reader that is slow holds up nothing else: it may itself wait for our input to be taken."""
+        if self.waiting[fd]:
+            self.poll.register(fd, select.POLLOUT)
+        else:
+            self.poll.unregister(fd)
+            del self.waiting[fd]
+
+    def write_some(self, fd: int) -> None:
+        """As much as surely has room, of the first that waits."""
+        client, offset, data = self.waiting[fd][0]
+        view = memoryview(data)[self.offsets[fd] - offset :]
+        answer: dict[str, object] = {"offsets": self.offsets}
+        try:
+            self.write(fd, view[: select.PIPE_BUF])
+            if len(view) > select.PIPE_BUF:
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            answer |= {"error": os.strerror(error.errno or 0), "errno": error.errno}
+        del self.waiting[fd][0]
+        self.wait_for_room(fd)
+        self.send(client, answer)
 
     def write(self, fd: int, view: memoryview) -> None:
         self.writing = True

@@ -165,6 +165,7 @@ class Target:
         return lazy
 
     def _stage(self, end: dict[str, Any], lazy: dict[int, list[Range]]) -> None:
+        images.let_files_grow(self.images)
         command = criu.restore_command(
             criu.require(), str(self.images), shell_job=end["shell_job"], tcp_close=end["tcp_close"], inherit=[]
         )

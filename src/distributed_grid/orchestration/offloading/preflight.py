@@ -92,8 +92,8 @@ def preflight(
         *_size(staged.bytes, options),
         *_relaunch(facts, target, options),
     ]
-    feed = options.feed and preflight_descriptors.fed(facts) is not None
-    mover: dict[str, Any] = {"tcp_close": options.tcp_close, "feed": feed}
+    fed = preflight_descriptors.fed(facts) if options.feed else None
+    mover: dict[str, Any] = {"tcp_close": options.tcp_close, "feed": fed.path if fed else ""}
     if pairs := preflight_gpu.gpu_pairs(facts, source, target, gpus):
         mover["gpu_pairs"] = pairs
     ghosts = [one.size_bytes for process in facts.processes for one in process.files if one.deleted]

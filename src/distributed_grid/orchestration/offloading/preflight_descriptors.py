@@ -36,6 +36,7 @@ def check_descriptors(
     names = {pid: name for pid, name in facts.parents}
     locked = 0
     passed_on = fed(facts)
+    outputs = {one.path for one in facts.root.files if one.fd in (1, 2)}
     if feed and passed_on:
         whom = "home" if facts.under_shim else f"{_whom(passed_on, names)}, which stays here"
         text = f"its standard input comes from {whom}: what is written there is passed on"
@@ -50,7 +51,7 @@ def check_descriptors(
                 continue
             if feed and passed_on and one.path == passed_on.path:
                 continue
-            found += _one(one, process, source, tcp_close, cut_pipes, names)
+            found += _one(one, process, source, tcp_close, cut_pipes, names, outputs)
             locked += len(one.locks)
             if one.locks and same(one.path):
                 # Tried: the restore waits for the lock without end, as the frozen source still has it.
@@ -70,7 +71,7 @@ def check_descriptors(
 def fed(facts: TreeFacts) -> OpenFile | None:
     """Its standard input, if that is a pipe from somebody who stays, and nobody else's."""
     for one in facts.root.files:
-        mine = one.kind == "pipe" and one.fd == 0 and one.end == "read" and one.peer == "outside"
+        mine = one.kind == "pipe" and one.fd == 0 and one.end == "read" and one.peer == "outside" and not one.direct
         if mine and (facts.under_shim or not one.peer_reads):
             return one
     return None
@@ -85,8 +86,9 @@ def _holds_name(one: OpenFile) -> bool:
 
 
 def _one(
-    one: OpenFile, process: ProcessFacts, source: TargetFacts, tcp_close: bool, cut_pipes: bool, names: dict[int, str]
-) -> Iterator[Finding]:
+    one: OpenFile, process: ProcessFacts, source: TargetFacts, tcp_close: bool, cut_pipes: bool, names: dict[int, str],
+    outputs: set[str],
+) -> Iterator[Finding]:  # fmt: skip
     if one.kind in _REFUSED:
         yield Finding(one.kind.replace("_", "-"), "blocks", *_REFUSED[one.kind])
     elif one.kind == "inet":
@@ -97,7 +99,7 @@ def _one(
         if one.protocol and one.protocol not in _CONNECTIONLESS:
             yield Finding("socket-family", "blocks", f"it has a socket that CRIU does not know ({one.protocol})")
     elif one.kind in ("pipe", "fifo"):
-        yield from _pipe(one, names, cut_pipes)
+        yield from _pipe(one, names, cut_pipes, outputs)
     elif one.kind == "device":
         if one.path not in _PLAIN_DEVICES and not one.path.startswith(("/dev/nvidia", "/dev/dri/", "/dev/kfd")):
             yield Finding("device", "blocks", f"it has the device {one.path} open")
@@ -162,7 +164,7 @@ def _unix(one: OpenFile, names: dict[int, str]) -> Iterator[Finding]:
         yield Finding("unix-half", "notice", "a unix socket of it that nobody holds the other end of is closed there")
 
 
-def _pipe(one: OpenFile, names: dict[int, str], cut: bool) -> Iterator[Finding]:
+def _pipe(one: OpenFile, names: dict[int, str], cut: bool, outputs: set[str]) -> Iterator[Finding]:
     whom = _whom(one, names)
     stream = {0: "standard input", 1: "standard output", 2: "standard error"}.get(one.fd, f"descriptor {one.fd}")
     details = {"fd": one.fd, "pipe": one.path}
@@ -174,7 +176,7 @@ def _pipe(one: OpenFile, names: dict[int, str], cut: bool) -> Iterator[Finding]:
         if one.end == "read":
             text, then = f"its {stream} comes from {whom}, which stays here", "that input ends with the move"
             yield _cut("pipe-in", text, then, cut, details)
-        elif one.fd in (1, 2):
+        elif one.path in outputs:
             text = f"its {stream} is a pipe to {whom}: what it writes is passed on there"
             yield Finding("pipe-out", "notice", text, option="--inherit-fd", details=details)
         else:

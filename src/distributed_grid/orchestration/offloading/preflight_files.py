@@ -55,16 +55,20 @@ def used_directories(facts: TreeFacts) -> list[str]:
 
 
 def output_files(facts: TreeFacts) -> set[str]:
-    """Files to which standard output or error goes and which are only written: they stay here and are written here."""
+    """Files that are its standard output or error and are only written: they stay here, and the stub writes them.
+
+    Its own, not those of its children: theirs the stub does not have.
+    """
     only_written: dict[str, bool] = {}
-    first: dict[str, int] = {}
     for process in facts.processes:
-        for one in sorted(process.files, key=lambda file: file.fd):
+        for one in process.files:
             if one.kind == "regular" and not one.deleted:
                 written = one.flags & os.O_ACCMODE == os.O_WRONLY
                 only_written[one.path] = only_written.get(one.path, True) and written
-                first.setdefault(one.path, one.fd)
-    return {path for path, number in first.items() if number in (1, 2) and only_written[path]}
+    first: dict[str, int] = {}
+    for one in sorted(facts.root.files, key=lambda file: file.fd):
+        first.setdefault(one.path, one.fd)
+    return {path for path, number in first.items() if number in (1, 2) and only_written.get(path)}
 
 
 def _is_system(path: str) -> bool:

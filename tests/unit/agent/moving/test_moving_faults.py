@@ -127,6 +127,23 @@ def test_the_shim_of_the_copy_dies_before_the_commit(bench: Bench) -> None:
     contiguous(bench.log())
 
 
+WAITS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+print("waits", flush=True)
+print(libc.poll(None, 0, 3000), ctypes.get_errno(), flush=True)
+"""
+
+
+def test_a_wait_is_not_broken_off_by_a_move_that_is_called_off(bench: Bench) -> None:
+    child = bench.start(WAITS)
+    bench.wait_log(1)
+    bench.stage(child.pid)
+    bench.keepers["b"].in_drop("m")
+    bench.keepers["a"].out_abort("m")
+    assert child.wait(LIMIT_S) == 0 and bench.log() == ["waits", "0", "0"]
+
+
 #: The first dump ends as one does whose thread never came to a stop; all others are CRIU's own.
 NOT_SEIZED = """#!/bin/sh
 case " $* " in *" dump "*)

@@ -209,6 +209,51 @@ def test_its_input_is_given_in_order_and_again(alone: Callable[..., subprocess.P
     other.close()
 
 
+def test_input_goes_on_while_nobody_takes_its_output(
+    alone: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """Whoever started it may write all of the input before it reads anything."""
+    child = alone(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin and child.stdout
+    data = os.urandom(300_000)
+    writer, other = Relay(tmp_path), Relay(tmp_path)
+    line = json.dumps({"op": "write", "fd": 1, "offset": 0, "data": base64.b64encode(data).decode()})
+    writer.file.write(line.encode() + b"\n")
+    writer.file.flush()
+    child.stdin.write(b"question")
+    child.stdin.flush()
+    assert base64.b64decode(other.ask(op="input", offset=0)["data"]) == b"question"
+    assert other.ask(op="hello")["offsets"]["1"] < len(data)
+    assert child.stdout.read(len(data)) == data
+    assert writer.hear()["offsets"]["1"] == len(data)
+    other.ask(op="exit", code=0)
+    for one in (writer, other, child.stdin, child.stdout):
+        one.close()
+
+
+def test_a_write_that_was_given_up_is_not_done_twice(
+    alone: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    child = alone(stdout=subprocess.PIPE)
+    assert child.stdout
+    data = os.urandom(300_000)
+    line = json.dumps({"op": "write", "fd": 1, "offset": 0, "data": base64.b64encode(data).decode()})
+    for _ in range(2):  # nobody waits for its answer
+        relay = Relay(tmp_path)
+        relay.file.write(line.encode() + b"\n")
+        relay.file.flush()
+        relay.close()
+    last = Relay(tmp_path)
+    last.file.write(line.encode() + b"\n")
+    last.file.flush()
+    assert child.stdout.read(len(data)) == data
+    assert last.hear()["offsets"]["1"] == len(data)
+    last.ask(op="exit", code=0)
+    last.close()
+    assert child.stdout.read() == b""
+    child.stdout.close()
+
+
 def test_who_writes_to_it_is_told_that_nobody_reads(
     alone: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
