@@ -374,6 +374,7 @@ def test_a_pipe_from_who_stays_goes_on_wherever_it_runs(embedded: EmbeddedCluste
     started.more("on gpu2")
     embedded.grid("offload", "return", second["id"], timeout=LIMIT_S)
     started.more("at home")
+    refused(embedded, 4, "its program is process", str(who.pid))
     assert giver.poll() is None
     started.end.touch()
     assert started.processes[-1].wait(LIMIT_S) == 0 and giver.wait(LIMIT_S) == 0

@@ -17,11 +17,19 @@ from distributed_grid.daemon.staging import FileStaging
 from distributed_grid.orchestration.offloading.classifier import classify
 from distributed_grid.orchestration.offloading.detector import detect, why_not
 from distributed_grid.orchestration.offloading.matcher import NodeState, Target, check_target, match
-from distributed_grid.orchestration.offloading.model import Candidate, Finding, move_id, need_of, parse_process
+from distributed_grid.orchestration.offloading.model import (
+    Candidate,
+    Finding,
+    move_id,
+    need_of,
+    parse_process,
+    process_name,
+)
 from distributed_grid.orchestration.offloading.planner import PastMove, Plan, make_plan
 from distributed_grid.orchestration.offloading.preflight import MoveOptions, used_directories, used_paths
 from distributed_grid.orchestration.offloading.relaunch import relaunch_task, save_signal
 from distributed_grid.orchestration.offloading.staging import Agreement
+from distributed_grid.store.moves import MoveRow
 
 if TYPE_CHECKING:
     from distributed_grid.daemon.control import ControlPlane
@@ -145,8 +153,18 @@ class Planner:
                 text = f"PID {pid} is being moved already"
                 raise Refused(text, hint="grid offload status", code="already-moving")
             if row.state != "ABORTED":
-                text = f"PID {pid} was moved to {row.target}, and on from there"
-                raise Refused(text, hint="grid offload status", code="already-moved")
+                raise self._moved_on(row)
+
+    def _moved_on(self, row: MoveRow) -> Refused:
+        """Its program is known by another pid by now, which is what can be moved."""
+        for now in self._plane.journal.moves.list():
+            home, running = now.data.get("home") or {}, now.data.get("running") or {}
+            if home.get("move") == row.id and now.state in AWAY and running.get("pid"):
+                who = process_name(now.target, running["pid"], self._head)
+                text = f"PID {row.pid} was moved, and its program is process {who} now"
+                return Refused(text, hint=f"grid offload execute {who}", code="already-moved")
+        text = f"PID {row.pid} was moved to {row.target}, and on from there"
+        return Refused(text, hint="grid offload status", code="already-moved")
 
     def _node_states(self, source: str) -> list[NodeState]:
         plane = self._plane

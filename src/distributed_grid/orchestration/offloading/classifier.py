@@ -68,7 +68,9 @@ def _interactive(tree: TreeSample) -> Classification | None:
         found = ("it is a shell", 0.95)
     elif program in _EDITORS or tree.comm in _EDITORS:
         found = ("it is an editor or a viewer", 0.95)
-    elif program in _REPLS or (_INTERPRETERS.fullmatch(program) and not _has_script(tree.argv) and tree.tty):
+    elif (program in _REPLS and tree.stdin_tty) or (
+        _INTERPRETERS.fullmatch(program) and not _has_script(tree.argv) and tree.tty
+    ):
         found = ("it is a prompt that waits for a person", 0.95)
     elif program in _LOGINS or tree.comm in _LOGINS:
         found = ("it is a login or a terminal multiplexer", 0.95)
