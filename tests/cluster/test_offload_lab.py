@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,36 @@ while not os.path.exists(sys.argv[1]):
     print(number, flush=True)
     time.sleep(0.01)
 """
+
+
+def test_a_script_whose_child_has_a_file_of_its_own(jobs: Jobs) -> None:
+    line = '"$py" "$programs/chain.py" "$end" 5 > log; echo rc $? > rc; true'
+    process = jobs.start(f'export py programs end; sh -c {shlex.quote(line)} > script.log 2>&1')
+    child = jobs.program("chain.py")
+    shell = int(jobs.head.run(["ps", "-o", "ppid=", "-p", str(child)]).stdout)
+    jobs.move(shell, "gpu1")
+    jobs.finish("gpu1")
+    assert process.wait(LIMIT_S) == 0
+    assert jobs.head.read(f"{jobs.directory}/rc") == "rc 5\n"
+    assert jobs.head.read(f"{jobs.directory}/script.log") == ""
+    check_chain(jobs.text())
+
+
+def test_a_pipe_from_a_program_that_stays(jobs: Jobs) -> None:
+    writes = 'n=0; while [ ! -e "$end" ]; do n=$((n + 1)); echo $n; done'
+    reads = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)\nprint('end', flush=True)"
+    process = jobs.start(f'{{ {writes}; }} | "$py" -c {shlex.quote(reads)} {jobs.end} > log 2>&1')
+    done = jobs.move(next(pid for pid, line in jobs.head.processes().items() if line.startswith(f"{PYTHON} -c import")
+                          and jobs.end in line), "gpu1")  # fmt: skip
+    jobs.more()
+    second = jobs.move(f"gpu1:{found(jobs.cluster, done['id'])['target_pid']}", "gpu2")
+    jobs.more()
+    jobs.cluster.grid("offload", "return", second["id"], timeout=LIMIT_S)
+    jobs.more()
+    jobs.finish("gpu-master")
+    assert process.wait(LIMIT_S) == 0
+    *numbers, last = jobs.text().splitlines()
+    assert last == "end" and numbers == [str(n) for n in range(1, len(numbers) + 1)]
 
 
 def test_a_socket_in_a_directory_of_its_own(jobs: Jobs) -> None:
