@@ -23,7 +23,7 @@ SLICE = 256 * 1024
 #: Blocking sockets, 256 KiB at a time, straight from and into one buffer; no sums, no checks: SIZE [ADDRESS].
 RAW = """
 import socket, sys
-listener = socket.create_server((*sys.argv[2:] or ("127.0.0.1",), 0)); print(listener.getsockname()[1], flush=True)
+listener = socket.create_server(((sys.argv[2:] or ["127.0.0.1"])[0], 0)); print(listener.getsockname()[1], flush=True)
 line, _ = listener.accept(); line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 view = memoryview(bytearray(int(sys.argv[1])))
 while len(head := line.recv(9, socket.MSG_WAITALL)) == 9:

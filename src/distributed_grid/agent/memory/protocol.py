@@ -55,6 +55,8 @@ SERVER_POLL_S = 50e-6
 ADMIN_UID = -1
 SLICE_BYTES = 256 * 1024
 SMALL_BYTES = 16 * 1024
+#: What is no more than a slice is taken in halves, so that one is summed while the other comes.
+HALF_BYTES = SLICE_BYTES // 2
 #: Up to here a request is done in one piece and few steps, with a copy more.
 LITTLE_BYTES = 64 * 1024
 #: From here on a sum is made beside the sending.
@@ -256,13 +258,13 @@ def receive_data(sock: socket.socket, views: Iterable[memoryview], scratch: Scra
     """Straight into the places given, then the sum is compared."""
     listed = list(views)
     size = sum(map(len, listed))
-    if size <= SLICE_BYTES and len(listed) < MAX_PARTS and not (scratch and scratch.is_crowded()):
+    if size <= HALF_BYTES and len(listed) < MAX_PARTS and not (scratch and scratch.is_crowded()):
         _receive_small(sock, listed, size)
         return
-    total = xxh3_64()
+    total, most = xxh3_64(), SLICE_BYTES if size > SLICE_BYTES else HALF_BYTES
     for view in listed:
-        for start in range(0, len(view), SLICE_BYTES):
-            part = view[start : start + SLICE_BYTES]
+        for start in range(0, len(view), most):
+            part = view[start : start + most]
             place = scratch.at(0, len(part)) if scratch and scratch.is_crowded() else part
             receive_exactly(sock, place)
             total.update(place)
