@@ -306,6 +306,23 @@ def test_a_child_goes_on_in_its_own_file(embedded: EmbeddedCluster, started: Sta
     check_chain((started.directory / "one").read_text(), 3)
 
 
+def test_output_goes_home_although_its_root_turned_away(embedded: EmbeddedCluster, started: Started) -> None:
+    """Between two moves it gave up the output that its child still has."""
+    script = (
+        '"$1" "$2" "$3" 7 & while [ ! -e "$3.quiet" ]; do sleep 0.05; done\n'
+        'exec > /dev/null 2>&1; touch "$3.seen"; wait $!'
+    )
+    who = started.spawn(["sh", "-c", script, "sh", str(PYTHON), str(PROGRAMS / "chain.py"), str(started.end)])
+    first = move(embedded, who.pid, "-t", "gpu1")
+    started.directory.joinpath("end.quiet").touch()
+    wait_until(started.directory.joinpath("end.seen").exists, LIMIT_S, "the script to turn away")
+    move(embedded, f"gpu1:{found(embedded, first['id'])['target_pid']}", "-t", "gpu2")
+    started.more("on gpu2")
+    started.end.touch()
+    assert started.processes[0].wait(LIMIT_S) == 7
+    check_chain(started.log.read_text(), 3)
+
+
 #: Waits by calls that the kernel goes on with by its own note when a program was stopped and runs on.
 WAITS = """
 import ctypes, sys, time

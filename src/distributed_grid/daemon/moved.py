@@ -78,6 +78,8 @@ class Followers:
         """A stub that was killed: the program lives on, and it is said how to end it."""
         row = self._moves.get(move_id)
         home = row.data.get("home") or {"node": row.node, "move": row.id}
+        if row.data.get("stub_gone"):
+            return
         with contextlib.suppress(GridError):
             status = await self._links.get(home["node"]).call("out_status", move_id=home["move"])
             if not status["alive"]:
@@ -187,7 +189,7 @@ class Followers:
             return
         there = await target.call("job_input_state", wait_s=5.0, task_id=row.id)
         at, ended, read = int(there["accepted"]), there["ended"], there["reads"] and not there["over"]
-        lost = False
+        lost = bool(self._moves.get(row.id).data.get("input_lost"))
         while read and not ended:
             part: dict[str, Any] = {"data": b"", "end": True}  # without a stub nobody can read any more of it
             now = self._moves.get(row.id)
@@ -203,7 +205,7 @@ class Followers:
                 read = (await target.call("job_input_state", wait_s=5.0, task_id=row.id))["reads"]
             at, ended = at + len(part["data"]), part["end"]
         over = (await target.call("job_input_state", wait_s=5.0, task_id=row.id))["over"]
-        if not over and (lost or not read):
+        if not over and (lost or not read) and await self._has_stub(self._moves.get(row.id)):
             await stub.call("stub_input_over", wait_s=5.0, move_id=home["move"])
 
     # -- the end --------------------------------------------------------------------------------------------------

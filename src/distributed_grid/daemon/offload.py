@@ -211,7 +211,7 @@ class OffloadService:
         await self._drain(before, home, base)
         data = {**self._moves.get(row.id).data, "home": home, "base": base}
         self._moves.update(row.id, data=data)
-        if before.data.get("input") and taken is None:
+        if before.data.get("input") and (taken is None or before.data.get("input_lost")):
             self.followers.lose_input(row)
         self.mover.step(before.id, "MOVED", f"carried on by {row.id}")
         await self.followers.leave(before.id)

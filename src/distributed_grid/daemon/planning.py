@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distributed_grid.agent.inspect.candidates import TreeSample
@@ -88,6 +89,7 @@ class Planner:
         tree = await self._tree(node, number)
         self.check_not_moving(node, tree.pid, tree.start_ticks)
         facts = TreeFacts.from_wire(await source.call("inspect", pid=number, start_ticks=tree.start_ticks))
+        facts = replace(facts, moved=bool(self._current_move(node, tree.pid, tree.start_ticks)))
         need, kind = need_of(tree), classify(tree)
         config = self._plane.config
         error = why_not(

@@ -117,6 +117,7 @@ class TreeFacts:
     session_leader: str = "inside"
     container: str = ""  # control group of a container that we are not in ourselves
     under_shim: bool = False  # a task of the grid: in a pid namespace of our own making, perhaps
+    moved: bool = False  # the planner's word: an earlier move brought it here, and its stub is at home
 
     @property
     def root(self) -> ProcessFacts:

@@ -22,6 +22,7 @@ from typing import Any
 from distributed_grid.agent.moving.ptrace import (
     CONT,
     GETREGS,
+    REGISTERS,
     SETREGS,
     WALL,
     Regs,
@@ -42,9 +43,12 @@ _DEBUG_CONTROL = 848 + 7 * 8  # u_debugreg[7]: a breakpoint that CRIU set would 
 _CODE_BYTES = 16  # what CRIU writes at the start of the first executable mapping
 _PARASITE = "memfd:CRIUMFD"
 _SYS_CLOSE, _SYS_MPROTECT, _SYS_MUNMAP = 3, 10, 11
-#: -ERESTART_RESTARTBLOCK and -ERESTARTNOINTR: the kernel will go on with a call by its own note, or begin it anew.
+#: -ERESTART_RESTARTBLOCK and -ERESTARTNOHAND: the kernel will go on with a call by its own note, or begin it anew; if
+#: there is a signal with a handler it breaks it off, both times.
 #: That note is gone once CRIU's code ran in the process, and the program would see EINTR, which it need not expect.
-_RESTART_BLOCK, _RESTART, _EINTR = 2**64 - 516, 2**64 - 513, 2**64 - 4
+_RESTART_BLOCK, _RESTART, _EINTR = 2**64 - 516, 2**64 - 514, 2**64 - 4
+_TIMED_CALLS = (7, 35, 202, 230)  # poll, nanosleep, futex, clock_nanosleep
+_SCRATCH = ("rax", "orig_rax", "rcx", "r11")  # what a system call may change
 _SYS_RESTART = 219
 _LOAD_AND_CALL_BYTES = 7  # mov eax, NUMBER; syscall
 TRAP = 1 << signal.SIGTRAP - 1
@@ -66,9 +70,20 @@ def save(tree: list[int], path: Path) -> None:
 
 
 def interrupted(path: Path) -> dict[int, int]:
-    """The threads that stood in a call which the kernel would go on with by its own note: that call's number."""
+    """The threads that stood in a call which the kernel would go on with by its own note: that call's number.
+
+    Not those that a signal waits for which they handle: that breaks the call off.
+    """
     processes = (read_json(path) or {}).get("processes", [])
-    return {int(tid): before["call"] for one in processes for tid, before in one["threads"].items() if before["call"]}
+    threads = {int(tid): before for one in processes for tid, before in one["threads"].items()}
+    return {tid: before["call"] for tid, before in threads.items()
+            if before.get("call") and not _has_signal(tid, before["mask"])}  # fmt: skip
+
+
+def _has_signal(tid: int, mask: int) -> bool:
+    text = Path(f"/proc/{tid}/status").read_text()
+    pending, shared, caught = (int(text.split(f"{name}:")[1].split()[0], 16) for name in ("SigPnd", "ShdPnd", "SigCgt"))
+    return bool((pending | shared) & caught & ~mask)
 
 
 def unblocked(path: Path) -> list[int]:
@@ -133,9 +148,12 @@ def _interrupted_call(tid: int, regs: Regs) -> int:
         return 0
     if regs.orig_rax != _SYS_RESTART:
         return int(regs.orig_rax)
-    code = _peek(tid, regs.rip - _LOAD_AND_CALL_BYTES)
-    load, number, call = code[:1], code[1:5], code[5:7]
-    return int.from_bytes(number, "little") if load + call == b"\xb8\x0f\x05" else 0
+    try:
+        code = _peek(tid, regs.rip - _LOAD_AND_CALL_BYTES)
+    except OSError:
+        return 0
+    number = int.from_bytes(code[1:5], "little")
+    return number if code[:1] + code[5:7] == b"\xb8\x0f\x05" and number in _TIMED_CALLS else 0
 
 
 # What is amiss
@@ -176,16 +194,19 @@ def _put_back(tid: int, before: dict[str, Any], foreign: Callable[[int], bool]) 
         ptrace(GETREGS, tid, 0, ctypes.addressof(regs))
         old = Regs.from_buffer_copy(bytes.fromhex(before["regs"]))
         mask, astray = get_mask(tid), foreign(regs.rip)
-        anew = bool(before["call"])
-        if anew:
-            old.rax, old.orig_rax = _RESTART, before["call"]
+        call = before.get("call", 0)
+        anew = call and not astray and regs.rax in (_RESTART_BLOCK, _EINTR) and all(
+            getattr(regs, name) == getattr(old, name) for name in REGISTERS if name not in _SCRATCH
+        )  # as it was: nobody woke it
+        for one in (regs, old) if call else ():
+            one.rax, one.orig_rax = _RESTART, call
         if astray:
             ptrace(_POKEUSER, tid, _DEBUG_CONTROL, 0)
             xstate = ctypes.create_string_buffer(bytes.fromhex(before["xstate"]))
             vector = _Iovec(ctypes.addressof(xstate), len(xstate) - 1)
             ptrace(_SETREGSET, tid, _XSTATE, ctypes.addressof(vector))
-        if astray or (anew and regs.rip == old.rip and regs.rax in (_RESTART_BLOCK, _EINTR)):
-            ptrace(SETREGS, tid, 0, ctypes.addressof(old))
+        if astray or anew:
+            ptrace(SETREGS, tid, 0, ctypes.addressof(old if astray else regs))
         astray = astray or (mask == _ALL_SIGNALS and before["mask"] != _ALL_SIGNALS)
         if not before["mask"] & TRAP:
             _discard_trap(tid)

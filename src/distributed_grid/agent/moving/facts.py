@@ -55,10 +55,10 @@ def descriptors(pid: int) -> list[tuple[int, str, int, int]]:
     return sorted(found)
 
 
-def tree_facts(pids: list[int], *, redirect: bool = True, feed: str = "") -> TreeFacts:
+def tree_facts(pids: list[int], *, redirect: bool = True, feed: str = "", moved: bool = False) -> TreeFacts:
     """Read off /proc; `pids` parents first. Refuses a tree whose session cannot be carried.
 
-    `feed`: the pipe that is its standard input and is to be passed on.
+    `feed`: the pipe that is its standard input and is to be passed on. `moved`: an earlier move brought it here.
     """
     facts = TreeFacts()
     root = pids[0]
@@ -80,7 +80,7 @@ def tree_facts(pids: list[int], *, redirect: bool = True, feed: str = "") -> Tre
     for link, (pid, number, position) in first.items():
         if link.startswith("pipe:["):
             if pipes[link] != {0, 1}:
-                name = _STREAMS.get(number, "") if pid == root else ""
+                name = _STREAMS.get(number, "") if pid == root or moved else ""  # its children's the stub does not have
                 stream = {"key": link, "stream": name or f"fd{number}", "kind": "pipe", "write": 1 in pipes[link]}
                 if not stream["write"]:
                     stream |= {"fed": link == feed, "at": [pid, number]}
@@ -88,9 +88,12 @@ def tree_facts(pids: list[int], *, redirect: bool = True, feed: str = "") -> Tre
                         text = "its standard input is not what it was just now"
                         raise Refused(text, hint="try again", code="stdin-changed")
                 facts.streams.append(stream)
-        elif redirect and pid == root and number in _STREAMS and writers[link] and _is_plain_file(root, number):
+        elif redirect and writers[link] and _is_plain_file(pid, number):
+            name = _spooled(link) if moved else _STREAMS.get(number, "") if pid == root else ""
+            if not name:
+                continue
             facts.streams.append(
-                {"key": link.lstrip("/"), "stream": _STREAMS[number], "kind": "file", "write": True, "path": link,
+                {"key": link.lstrip("/"), "stream": name, "kind": "file", "write": True, "path": link,
                  "position": position}
             )  # fmt: skip
     about = read_stat(root)
@@ -106,6 +109,12 @@ def tree_facts(pids: list[int], *, redirect: bool = True, feed: str = "") -> Tre
     facts.argv = Path(f"/proc/{root}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     facts.cwd = str(Path(f"/proc/{root}/cwd").readlink())
     return facts
+
+
+def _spooled(link: str) -> str:
+    """The stream that a file is of a shim's, whoever of the tree has it: that is what is passed on to the stub."""
+    path = Path(link)
+    return path.name if path.name in _STREAMS.values() and path.with_name("shim.json").exists() else ""
 
 
 def left_in_pipes(streams: list[dict[str, Any]]) -> dict[str, str]:

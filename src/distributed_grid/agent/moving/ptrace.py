@@ -18,10 +18,10 @@ WALL = 0x40000000
 ALL_SIGNALS = 2**64 - 1
 SYS_MMAP, SYS_CLOSE, SYS_EXECVE, SYS_USERFAULTFD, SYS_PIDFD_GETFD = 9, 3, 59, 323, 438
 SYS_FCNTL = 72
-_NAMES = (
-    "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss fs_base gs_base"
-    " ds es fs gs"
-)
+REGISTERS = (
+    "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi", "orig_rax",
+    "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs",
+)  # fmt: skip
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -30,7 +30,7 @@ libc.syscall.restype = ctypes.c_long
 
 
 class Regs(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in _NAMES.split()]
+    _fields_ = [(name, ctypes.c_uint64) for name in REGISTERS]
 
 
 def ptrace(request: int, pid: int, address: int = 0, data: int = 0) -> None:

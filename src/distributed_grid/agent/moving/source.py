@@ -79,7 +79,10 @@ class Source(Holder):
 
     def _facts(self, tree: list[int]) -> TreeFacts:
         options = self.options
-        return tree_facts(tree, redirect=bool(options.get("redirect", True)), feed=str(options.get("feed") or ""))
+        return tree_facts(
+            tree, redirect=bool(options.get("redirect", True)), feed=str(options.get("feed") or ""),
+            moved=bool(options.get("moved")),
+        )  # fmt: skip
 
     def _wait_filled(self, tree: list[int]) -> None:
         """A tree that was just moved here may still wait for pages: CRIU would take those for empty."""
@@ -277,7 +280,14 @@ class Source(Holder):
         self.figures["seized_again"] = self.figures.get("seized_again", 0) + 1
         assert self.asked
         self.asked.close()
-        if told := cure.cure(self.shm / cure.NAME):
+        self.critical = True
+        try:
+            told = cure.cure(self.shm / cure.NAME)
+        finally:
+            self.critical = False
+        if self.cancelled:
+            raise Cancelled
+        if told:
             print("put right:", "; ".join(told), file=sys.stderr, flush=True)
         for path in self.shm.iterdir():
             path.unlink()

@@ -93,7 +93,7 @@ def preflight(
         *_relaunch(facts, target, options),
     ]
     fed = preflight_descriptors.fed(facts) if options.feed else None
-    mover: dict[str, Any] = {"tcp_close": options.tcp_close, "feed": fed.path if fed else ""}
+    mover: dict[str, Any] = {"tcp_close": options.tcp_close, "feed": fed.path if fed else "", "moved": facts.moved}
     if pairs := preflight_gpu.gpu_pairs(facts, source, target, gpus):
         mover["gpu_pairs"] = pairs
     ghosts = [one.size_bytes for process in facts.processes for one in process.files if one.deleted]

@@ -36,7 +36,8 @@ def check_descriptors(
     names = {pid: name for pid, name in facts.parents}
     locked = 0
     passed_on = fed(facts)
-    outputs = {one.path for one in facts.root.files if one.fd in (1, 2)}
+    writers = facts.processes if facts.moved else facts.processes[:1]
+    outputs = {one.path for process in writers for one in process.files if one.fd in (1, 2)}
     if feed and passed_on:
         whom = "home" if facts.under_shim else f"{_whom(passed_on, names)}, which stays here"
         text = f"its standard input comes from {whom}: what is written there is passed on"

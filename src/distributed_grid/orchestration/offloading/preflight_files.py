@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from distributed_grid.orchestration.offloading.model import Finding
 #: What belongs to a node's own system is never overwritten from another.
 _SYSTEM = ("/usr/", "/lib", "/bin/", "/sbin/", "/etc/", "/opt/", "/boot/", "/var/lib/", "/snap/", "/nix/", "/gnu/")
 _NOT_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:", "/SYSV", "/run/", "/anon_hugepage", "/[")
+
+
+#: Where a shim has the output of what it runs.
+_SPOOLED = re.compile(r"/spool/[^/]+/std(out|err)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ def used_directories(facts: TreeFacts) -> list[str]:
 def output_files(facts: TreeFacts) -> set[str]:
     """Files that are its standard output or error and are only written: they stay here, and the stub writes them.
 
-    Its own, not those of its children: theirs the stub does not have.
+    Its own, not those of its children: theirs the stub does not have. Of what an earlier move brought here: what its
+    shim passes on, whoever of the tree has it.
     """
     only_written: dict[str, bool] = {}
     for process in facts.processes:
@@ -68,7 +74,9 @@ def output_files(facts: TreeFacts) -> set[str]:
     first: dict[str, int] = {}
     for one in sorted(facts.root.files, key=lambda file: file.fd):
         first.setdefault(one.path, one.fd)
-    return {path for path, number in first.items() if number in (1, 2) and only_written.get(path)}
+    own = [path for path, number in first.items() if number in (1, 2)]
+    spooled = [path for path in only_written if _SPOOLED.search(path)]
+    return {path for path in (spooled if facts.moved else own) if only_written.get(path)}
 
 
 def _is_system(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 from pathlib import Path
@@ -45,6 +46,15 @@ while kill -0 $! && ! ls "$dir"/{made}; do sleep 0.001; done 2> /dev/null > /dev
 kill -9 $!
 wait $!
 kill -9 $$
+"""
+
+
+#: Counts in registers and waits by `poll`, again and again.
+POLLS = """
+import ctypes
+libc, n = ctypes.CDLL(None), 0
+while True:
+    n += 1; print(n, flush=True); libc.poll(None, 0, 50)
 """
 
 
@@ -191,3 +201,51 @@ def test_a_mask_in_an_image_is_changed_in_place(tmp_path: Path) -> None:
     assert masks_in() == masks
     images.unblock(tmp_path, [7], 0x10)
     assert masks_in() == (0x8000, 0)
+
+
+def test_one_that_was_woken_is_not_taken_back(bench: Bench, tmp_path: Path) -> None:
+    child = bench.start(POLLS)
+    bench.wait_log(5)
+    stop(child.pid)
+    cure.save([child.pid], tmp_path / cure.NAME)
+    os.kill(child.pid, signal.SIGCONT)
+    bench.wait_log(len(bench.log()) + 20)
+    cure.cure(tmp_path / cure.NAME)
+    bench.wait_log(len(bench.log()) + 5)
+    contiguous(bench.log())
+
+
+SIGNALLED = """
+import ctypes, signal
+signal.signal(signal.SIGUSR1, lambda *_: print("signal", flush=True))
+libc = ctypes.CDLL(None, use_errno=True)
+print("waits", flush=True)
+print(libc.poll(None, 0, 60000), ctypes.get_errno(), flush=True)
+"""
+
+
+def test_a_signal_still_breaks_a_wait_off(bench: Bench) -> None:
+    child = bench.start(SIGNALLED)
+    bench.wait_log(1)
+    bench.stage(child.pid)
+    os.kill(child.pid, signal.SIGUSR1)
+    bench.keepers["b"].in_drop("m")
+    bench.keepers["a"].out_abort("m")
+    assert child.wait(LIMIT_S) == 0
+    assert sorted(bench.log()) == ["-1", "4", "signal", "waits"]
+
+
+def test_what_an_older_version_wrote_down_is_put_right_too(bench: Bench, tmp_path: Path) -> None:
+    child = bench.start(POLLS)
+    bench.wait_log(5)
+    stop(child.pid)
+    path = tmp_path / cure.NAME
+    cure.save([child.pid], path)
+    data = json.loads(path.read_text())
+    for process in data["processes"]:
+        for thread in process["threads"].values():
+            thread.pop("call")
+    path.write_text(json.dumps(data))
+    assert cure.cure(path) == []
+    os.kill(child.pid, signal.SIGCONT)
+    bench.runs(child.pid)
