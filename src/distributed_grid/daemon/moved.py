@@ -184,7 +184,7 @@ class Followers:
         base = int((row.data.get("base") or {}).get("stdin", 0))
         stub, target = self._links.get(home["node"]), self._links.get(row.target)
         if not row.data.get("input"):
-            if await self._has_stub(row):
+            if await self._has_stub(self._moves.get(row.id)):
                 await stub.call("stub_input_over", wait_s=5.0, move_id=home["move"])
             return
         there = await target.call("job_input_state", wait_s=5.0, task_id=row.id)

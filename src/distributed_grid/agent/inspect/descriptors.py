@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -293,8 +294,8 @@ def _is_hung_up(pid: int, one: OpenFile) -> bool:
         mine = os.open(f"/proc/{pid}/fd/{one.fd}", (os.O_WRONLY if one.end == "write" else os.O_RDONLY) | os.O_NONBLOCK)
     except (FileNotFoundError, ProcessLookupError):
         return True  # it has ended, or closed it
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno == errno.ENXIO  # nobody reads what it would write
     try:
         ends = select.poll()
         ends.register(mine, 0)
