@@ -6,30 +6,33 @@ doubt when the killed part is back settles by itself.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
-import sqlite3
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distributed_grid.agent.moving.state import tracer_of
+from distributed_grid.agent.moving.state import read_json, tracer_of
 from distributed_grid.core.process import read_stat
-from tests.cluster.offloads import LIMIT_S, OVER, Started, check_chain
+from tests.cluster.offloads import LIMIT_S, OVER, Started, check_chain, found, move, until_over
 from tests.cluster.test_offload_lab import Jobs
+from tests.lab import striker
 from tests.lab.clusters import PYTHON, Cluster, EmbeddedCluster, LabCluster
+from tests.lab.striker import STATES, kill, strike_in
 from tests.lab.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "20"))
 SETTLE_S = 240.0
+#: How long CRIU works in a process, about.
+A_MOMENT_S = 0.008
+STRIKER = striker.__file__
 
 
 # Whom to kill
@@ -49,33 +52,22 @@ def marked(word: str, text: str) -> list[int]:
     return found
 
 
-def kill_now(*pids: int) -> bool:
-    """Whether one of them was still there."""
-    done = False
-    for pid in pids:
-        stat = read_stat(pid)
-        if stat and stat.state not in "ZX":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                done = True
-    return done
-
-
 #: Of a move's own processes, found by its id, which ends with the pid of what is moved: words of their command lines.
 PARTS = {
     "source mover": "moving.mover out", "target mover": "moving.mover in", "criu dump": " dump ",
     "criu restore": " restore -D ", "pager": "moving/pager.py",
 }  # fmt: skip
-#: When they are there; what of them is not there in time is tried again.
+#: In which states; CRIU's runs are short, and are struck whenever they are there.
 LIVES_IN = {
     "source mover": ("PLANNED", "FROZEN", "COPIED", "STAGED", "COMMITTED"), "target mover": ("PLANNED", "FROZEN"),
-    "criu dump": ("PLANNED",), "criu restore": ("COPIED",), "pager": ("PLANNED", "FROZEN", "COPIED"),
+    "criu dump": ("",), "criu restore": ("",), "pager": ("PLANNED", "FROZEN", "COPIED"),
 }  # fmt: skip
 #: What a part must have made before it counts as being in the middle of its work.
 AT_WORK = {"criu restore": "restore.log"}
-#: Over within milliseconds.
-SHORT = ("STAGED", "COMMITTED")
-STATES = ("PLANNED", "FROZEN", "COPIED", "STAGED", "COMMITTED", "RUNNING", "CLEANED")
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if (stat := read_stat(pid)) and stat.state not in "ZX"]
 
 
 def parts(what: str, moved: int) -> list[int]:
@@ -84,6 +76,9 @@ def parts(what: str, moved: int) -> list[int]:
         tracer = tracer_of(moved)
         return [tracer] if tracer and PARTS[what] in command_of(tracer) else []
     found = marked(PARTS[what], f"_{moved}{'' if 'mover' in what else '-'}")
+    if "mover" in what:  # not the process that starts it, which has the same command line
+        files = {Path(command_of(pid).split()[-1]) / f"{PARTS[what].split()[-1]}.json" for pid in found}
+        return [int(((read_json(file) or {}).get("mover") or {}).get("pid") or 0) for file in files]
     if what not in AT_WORK:
         return found
     words = {pid: command_of(pid).split() for pid in found}
@@ -91,52 +86,11 @@ def parts(what: str, moved: int) -> list[int]:
             and any(Path(words[pid][words[pid].index("-D") + 1]).glob(AT_WORK[what]))]  # fmt: skip
 
 
-def kill_when_there(find: Callable[[], list[int]], over: Callable[[], bool], delay_s: float) -> bool:
-    """Kill what appears, a moment later; whether there was something before the move was over."""
-    while not (found := find()):
-        if over():
-            return False
-        time.sleep(0.001)
-    time.sleep(delay_s)
-    return kill_now(*found)
-
-
-def state_of(journal: Path, pid: int) -> str:
-    """The state of the newest move of that pid, read past the daemon, which may be dead; empty if there is none."""
-    try:
-        with contextlib.closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=5)) as database:
-            row = database.execute("SELECT state FROM moves WHERE pid = ? ORDER BY created DESC", (pid,)).fetchone()
-    except sqlite3.OperationalError:
-        return ""
-    return str(row[0]) if row else ""
-
-
-def await_state(journal: Path, pid: int, state: str, over: Callable[[], bool]) -> None:
-    """Until the move is in that state or past it; empty: at once."""
-    wanted = (*STATES[STATES.index(state) :], *OVER) if state else ()
-    while wanted and state_of(journal, pid) not in wanted and not over():
-        time.sleep(0.002)
-
-
-#: Run on the head of a lab: JOURNAL PID STATES. Says the first of these states that the newest move of that pid is in.
-WATCH = """
-import sqlite3, sys, time
-journal, pid, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",")
-base = sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=5)
-print("ready", flush=True)
-until = time.monotonic() + 120
-while time.monotonic() < until:
-    row = base.execute("SELECT state FROM moves WHERE pid = ? ORDER BY created DESC", (pid,)).fetchone()
-    if row and row[0] in wanted:
-        break
-    time.sleep(0.0003)
-print(row, flush=True)
-"""
-
-
-def state_at(move: dict[str, Any], at: float) -> str:
-    """In which state a settled move was at that moment."""
-    return ([step["state"] for step in move.get("steps", []) if step["at"] <= at] or ["-"])[-1]
+def lasts_s(move: dict[str, Any], state: str) -> float:
+    """How long a move that nothing disturbed was in that state; in any of them before it ran: a moment."""
+    steps = move["steps"]
+    lasted = [after["at"] - step["at"] for step, after in pairwise(steps) if step["state"] == state]
+    return float(lasted[0]) if lasted else A_MOMENT_S
 
 
 # What must hold
@@ -191,31 +145,27 @@ class Round:
     """One move, with one thing killed in the middle of it: `end` is how it ended, `struck` in which state it was."""
 
     def __init__(
-        self, cluster: EmbeddedCluster, started: Started, number: int, what: str, state: str, delay_s: float = 0.0
+        self, cluster: EmbeddedCluster, started: Started, number: int, what: str, state: str, after_s: float = 0.0
     ) -> None:
         watched = Watched(started, number)
         pid = watched.who.pid
-        victim = 0 if what in PARTS else cluster.pid_of(what)
+        victims = [] if what in PARTS else [cluster.pid_of(what)]
         begun = time.time() - 1
+
+        def find() -> bool:
+            if what in PARTS:
+                victims[:] = alive(parts(what, pid))
+            return bool(victims)
+
         command = cluster.popen("offload", "execute", str(pid), "-t", "gpu1", stdout=-3, stderr=-3)
-
-        def over() -> bool:
-            return command.poll() is not None
-
-        await_state(cluster.home / "journal.sqlite3", pid, state, over)
-        if what in PARTS:
-            self.hit = kill_when_there(lambda: parts(what, pid), over, delay_s)
-        else:
-            time.sleep(delay_s)
-            self.hit = kill_now(victim)
-        at = time.time()
+        blow = strike_in(
+            str(cluster.home / "journal.sqlite3"), pid, begun, state, after_s, lambda: kill(alive(victims)), find,
+            lambda: command.poll() is not None,
+        )  # fmt: skip
+        self.hit = blow["hit"] and (not state or blow["before"] == state)
         command.wait(SETTLE_S)
-        if what == "criu dump" and watched.process.poll() == -signal.SIGTRAP:
-            self.struck, self.end = "FROZEN", "DIED"  # rarely, as docs/moving.md says: nothing can help then
-            all_back(cluster)
-            return
         move = wait_until(lambda: settled(cluster, pid, begun), SETTLE_S, "the move to settle", every_s=0.5)
-        self.struck, self.end = state_at(move, at), str(move["state"])
+        self.struck, self.end = blow["before"], str(move["state"])
         # It goes on writing in the file at home, wherever it runs, and there is exactly one of it.
         size = started.size(watched.log)
         wait_until(lambda: started.size(watched.log) > size, SETTLE_S, f"output after {what} ({move['state']})")
@@ -227,9 +177,11 @@ class Round:
         all_back(cluster)
 
 
-def told(what: str, rounds: list[tuple[str, str]]) -> None:
-    counts = {pair: rounds.count(pair) for pair in sorted(set(rounds))}
-    print(f"{what}: " + ", ".join(f"struck in {state}, then {end}: {n}" for (state, end), n in counts.items()))
+def told(what: str, rounds: list[tuple[str, str]], late: list[tuple[str, str]]) -> None:
+    for kind, pairs in (("in time", rounds), ("too late", late)):
+        counts = {pair: pairs.count(pair) for pair in sorted(set(pairs))}
+        said = ", ".join(f"struck in {state}, then {end}: {n}" for (state, end), n in counts.items())
+        print(f"{what}, {kind}: {said or 'none'}")
 
 
 def all_back(cluster: Cluster) -> None:
@@ -251,7 +203,7 @@ def started(embedded: EmbeddedCluster, tmp_path: Path) -> Iterator[Started]:
 #: What, and the state in which it is killed: one of each kind for the suite. (CRIU in its dump, which is over in a
 #: moment, is killed in tests/unit/agent/moving/test_moving_cure.py.)
 QUICK = [
-    ("source mover", "PLANNED"), ("source mover", "FROZEN"), ("target mover", "PLANNED"), ("criu restore", "COPIED"),
+    ("source mover", "PLANNED"), ("source mover", "FROZEN"), ("target mover", "PLANNED"), ("criu restore", ""),
     ("pager", "PLANNED"), ("daemon", "FROZEN"), ("daemon", "COMMITTED"),
     ("agent:gpu-master", "COPIED"), ("agent:gpu1", "STAGED"), ("raylet:gpu1", "COPIED"),
 ]  # fmt: skip
@@ -272,23 +224,31 @@ def test_a_kill_in_mid_move(embedded: EmbeddedCluster, started: Started, what: s
 @pytest.mark.parametrize(("what", "state"), [
     (what, state)
     for what in (*PARTS, "daemon", "agent:gpu-master", "agent:gpu1", "raylet:gpu1")
-    for state in LIVES_IN.get(what, ("", *STATES))
+    for state in LIVES_IN.get(what, STATES)
 ])  # fmt: skip
 def test_many_kills_at_each_step(embedded: EmbeddedCluster, started: Started, what: str, state: str) -> None:
-    """Killed a moment after the journal says the state, so some strike in the next one: told, with how it ended."""
-    moments = random.Random(what + state)
+    """At any moment of the state; what struck too late is held to the same rule, and not counted."""
+    moments, longest_s = random.Random(what + state), lasts_s(calm(embedded, started), state)
     rounds: list[tuple[str, str]] = []
+    late: list[tuple[str, str]] = []
     for number in range(3 * ROUNDS):
-        late = 0.0 if state in SHORT else moments.uniform(0.0, 0.03)
-        done = Round(embedded, started, number, what, state, late)
-        if done.hit:
-            rounds.append((done.struck, done.end))
+        done = Round(embedded, started, number, what, state, moments.uniform(0.0, longest_s))
+        (rounds if done.hit else late).append((done.struck, done.end))
         if len(rounds) == ROUNDS:
             break
-    told(f"{what} in {state or 'any state'}", rounds)
-    # CRIU's moments are short, and the source's mover is done soon after the commit.
-    assert len(rounds) == ROUNDS or (rounds and (what.startswith("criu") or state in SHORT))
-    assert [end for _, end in rounds].count("DIED") <= (1 if what == "criu dump" else 0)
+    told(f"{what} in {state or 'any state'}", rounds, late)
+    assert len(rounds) == ROUNDS
+
+
+def calm(cluster: EmbeddedCluster, started: Started) -> dict[str, Any]:
+    """A move that nothing disturbs, once it is followed."""
+    watched = Watched(started, -1)
+    done = move(cluster, watched.who.pid, "-t", "gpu1")
+    followed = wait_until(
+        lambda: one if (one := found(cluster, done["id"]))["state"] == "CLEANED" else None, LIMIT_S, "the stub"
+    )
+    watched.end()
+    return followed  # type: ignore[return-value]
 
 
 # Between hosts
@@ -303,37 +263,55 @@ CUT_IN = ("PLANNED", "FROZEN", "COPIED", "STAGED", "COMMITTED", "RUNNING")
 @pytest.mark.parametrize("state", CUT_IN)
 @pytest.mark.parametrize("what", ["cut", "power-off"])
 def test_a_target_that_goes_in_mid_move(lab_cluster: LabCluster, what: str, state: str) -> None:
-    moments = random.Random(what + state)
-    rounds = []
-    for _ in range(ROUNDS):
-        after_s = 0.0 if state in SHORT else moments.uniform(0.0, 0.03)
-        rounds.append(host_round(lab_cluster, what, state, after_s, moments.uniform(1.0, 7.0)))
-    told(f"{what} in {state}", rounds)
+    moments, longest_s = random.Random(what + state), lasts_s(calm_between_hosts(lab_cluster), state)
+    rounds: list[tuple[str, str]] = []
+    late: list[tuple[str, str]] = []
+    for _ in range(3 * ROUNDS):
+        blow, end = host_round(lab_cluster, what, state, moments.uniform(0.0, longest_s), moments.uniform(1.0, 7.0))
+        (rounds if blow["before"] == state else late).append((blow["before"], end))
+        if len(rounds) == ROUNDS:
+            break
+    told(f"{what} in {state}", rounds, late)
+    assert len(rounds) == ROUNDS
 
 
-def host_round(cluster: LabCluster, what: str, state: str, after_s: float, cut_s: float) -> tuple[str, str]:
-    """In which state the target was cut off or switched off, and how the move ended."""
+def calm_between_hosts(cluster: LabCluster) -> dict[str, Any]:
+    jobs = Jobs(cluster)
+    try:
+        process = jobs.start('"$py" "$programs/chain.py" "$end" > log 2>&1')
+        done = jobs.move(jobs.program("chain.py"), "gpu1")
+        jobs.finish("gpu1")
+        process.wait(LIMIT_S)
+        return until_over(cluster, done["id"])
+    finally:
+        jobs.close()
+
+
+def host_round(
+    cluster: LabCluster, what: str, state: str, after_s: float, cut_s: float
+) -> tuple[dict[str, Any], str]:
+    """What the striker told of the target's being cut off or switched off, and how the move ended."""
     jobs, gpu1 = Jobs(cluster), cluster.lab["gpu1"]
     try:
         process = jobs.start('"$py" "$programs/chain.py" "$end" 7 > log 2>&1; echo rc $? > rc')
         pid = jobs.program("chain.py")
         begun = time.time() - 1
-        wanted = ",".join((*STATES[STATES.index(state) :], *OVER))
-        watching = [str(PYTHON), "-c", WATCH, JOURNAL, str(pid), wanted]
-        with jobs.head.popen(watching, stdout=subprocess.PIPE) as watch:
-            assert watch.stdout and watch.stdout.readline() == b"ready\n"
+        orders = {
+            "root": f"/proc/{jobs.head.init_pid}/root", "journal": JOURNAL, "pid": pid, "since": begun, "state": state,
+            "after_s": after_s, **({"down": gpu1.link} if what == "cut" else {"kill": [gpu1.init_pid]}),
+        }  # fmt: skip
+        striking = [*cluster.lab.enter("--net"), str(PYTHON), "-IS", str(STRIKER), json.dumps(orders)]
+        with subprocess.Popen(striking, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as striker:
+            assert striker.stdout and striker.stdout.readline() == "ready\n"
             command = cluster.popen("offload", "execute", str(pid), "-t", "gpu1", stdout=-3, stderr=-3)
-            watch.stdout.readline()
-            time.sleep(after_s)
-            if what == "cut":
-                cluster.lab.cut("gpu1")
-                at = time.time()
-                time.sleep(cut_s)  # shorter and longer than what counts as silence
-                cluster.lab.heal("gpu1")
-            else:
-                at = time.time()
-                gpu1.power_off()
-                gpu1.power_on()
+            blow = json.loads(striker.stdout.readline())
+        assert blow["hit"]
+        if what == "cut":
+            time.sleep(cut_s)  # shorter and longer than what counts as silence
+            cluster.lab.heal("gpu1")
+        else:
+            gpu1.power_off()
+            gpu1.power_on()
         command.wait(SETTLE_S)
         all_back(cluster)
 
@@ -347,7 +325,7 @@ def host_round(cluster: LabCluster, what: str, state: str, after_s: float, cut_s
             assert what == "power-off" and not copies(jobs)
             process.wait(SETTLE_S)
             check_chain(jobs.text().removesuffix("Killed\n"))
-            return state_at(move, at), "LOST"
+            return blow, "LOST"
         jobs.more()
         home = "gpu-master" if move["state"] in ("ABORTED", "NONE") else "gpu1"
         wait_until(lambda: copies(jobs) == [home], LIMIT_S, f"one copy on {home} after {move}; {copies(jobs)}")
@@ -355,7 +333,7 @@ def host_round(cluster: LabCluster, what: str, state: str, after_s: float, cut_s
         process.wait(SETTLE_S)
         assert jobs.head.read(f"{jobs.directory}/rc") == "rc 7\n"
         check_chain(jobs.text(), 3)
-        return state_at(move, at), str(move["state"])
+        return blow, str(move["state"])
     finally:
         jobs.close()
 

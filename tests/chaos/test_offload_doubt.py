@@ -5,24 +5,44 @@ The target's agent stands still from the moment the copy is staged, so that the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed_grid.core.process import process_id
-from tests.chaos.test_offload_chaos import SETTLE_S, Watched, all_back, await_state, state_of
-from tests.cluster.offloads import LIMIT_S, Started, check_chain, found, moves
+from tests.chaos.test_offload_chaos import SETTLE_S, Watched, all_back
+from tests.cluster.offloads import LIMIT_S, OVER, Started, check_chain, found, moves
 from tests.lab.clusters import EmbeddedCluster
+from tests.lab.striker import STATES
 from tests.lab.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(600)]
 STAGED_LIMIT_S = 4.0  # less than what counts as silence
+
+
+def state_of(journal: Path, pid: int) -> str:
+    """The state of the newest move of that pid, read past the daemon, which may be dead; empty if there is none."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=5)) as database:
+            row = database.execute("SELECT state FROM moves WHERE pid = ? ORDER BY created DESC", (pid,)).fetchone()
+    except sqlite3.OperationalError:
+        return ""
+    return str(row[0]) if row else ""
+
+
+def await_state(journal: Path, pid: int, state: str, over: Callable[[], bool]) -> None:
+    """Until the move is in that state or past it; empty: at once."""
+    wanted = (*STATES[STATES.index(state) :], *OVER) if state else ()
+    while wanted and state_of(journal, pid) not in wanted and not over():
+        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ before the dump (`save`), in a file that outlives the mover, and put back if CRI
 Only a thread that stands in foreign code gets its registers back: one that somebody woke runs on from where it is.
 
 Between the system calls that CRIU has the process make, each thread stands at a SIGTRAP of CRIU's, which the kernel
-would deliver, deadly, when CRIU is killed. A blocked one stays pending instead, so SIGTRAP is blocked from `save` to
-`cure`, and `images.unblock` takes that out of the images.
+would deliver, deadly, when CRIU is killed. So from `save` to `cure` SIGTRAP is blocked, then it stays pending; and it
+is handled, for CRIU lets it through while its code runs: then the thread, as it belongs to a stopped process, stops
+before the first instruction of a handler that is nowhere, and gets its registers back from there. `images.unblock` and
+`images.put_action` take both out of the images.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import struct
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,11 @@ from distributed_grid.agent.moving.ptrace import (
     GETREGS,
     REGISTERS,
     SETREGS,
+    TRAP,
     WALL,
     Regs,
+    Stopped,
+    apart,
     get_mask,
     maps,
     ptrace,
@@ -42,7 +49,11 @@ _XSTATE, _XSTATE_BYTES = 0x202, 1 << 15
 _DEBUG_CONTROL = 848 + 7 * 8  # u_debugreg[7]: a breakpoint that CRIU set would end the process
 _CODE_BYTES = 16  # what CRIU writes at the start of the first executable mapping
 _PARASITE = "memfd:CRIUMFD"
-_SYS_CLOSE, _SYS_MPROTECT, _SYS_MUNMAP = 3, 10, 11
+_SYS_CLOSE, _SYS_MPROTECT, _SYS_MUNMAP, _SYS_SIGACTION = 3, 10, 11, 13
+_ACTION = struct.Struct("<QQQQ")  # handler, flags, restorer, mask
+_NOWHERE = 0xF00  # below what may be mapped
+_HANDLED = _ACTION.pack(_NOWHERE, 0x0C00_0000, _NOWHERE, 0)  # SA_RESTORER, without which the kernel refuses; SA_ONSTACK
+_RED_ZONE_BYTES = 128  # below the stack pointer, and still the program's
 #: -ERESTART_RESTARTBLOCK and -ERESTARTNOHAND: the kernel will go on with a call by its own note, or begin it anew; if
 #: there is a signal with a handler it breaks it off, both times.
 #: That note is gone once CRIU's code ran in the process, and the program would see EINTR, which it need not expect.
@@ -51,7 +62,6 @@ _TIMED_CALLS = (7, 35, 202, 230)  # poll, nanosleep, futex, clock_nanosleep
 _SCRATCH = ("rax", "orig_rax", "rcx", "r11")  # what a system call may change
 _SYS_RESTART = 219
 _LOAD_AND_CALL_BYTES = 7  # mov eax, NUMBER; syscall
-TRAP = 1 << signal.SIGTRAP - 1
 _ALL_SIGNALS = 2**64 - 1 & ~(1 << 8 | 1 << 18)  # but SIGKILL and SIGSTOP, as the kernel keeps it
 
 
@@ -60,13 +70,50 @@ class _Iovec(ctypes.Structure):
 
 
 def save(tree: list[int], path: Path) -> None:
-    """Write down what each stopped process looks like, then block SIGTRAP; OSError if one is gone or traced."""
+    """Write down what each stopped process looks like, then handle and block SIGTRAP; OSError if one is gone."""
     processes = [_describe(pid) for pid in tree]
     write_json(path, {"processes": processes})
+    apart(lambda: _handle_traps(processes, path))
     for process in processes:
         for tid, before in process["threads"].items():
             with traced(int(tid)):
                 set_mask(int(tid), before["mask"] | TRAP)
+
+
+def _handle_traps(processes: list[dict[str, Any]], path: Path) -> list[int]:
+    """First what SIGTRAP did in each is written down as well, then it is handled."""
+    with ExitStack() as stack:
+        held = [(process, stack.enter_context(stopped(process["pid"]))) for process in processes]
+        for process, one in held:
+            process["trap"] = _trap_action(one).hex()
+        write_json(path, {"processes": processes})
+        for _, one in held:
+            _trap_action(one, _HANDLED)
+    return []
+
+
+def _trap_action(held: Stopped, new: bytes = b"") -> bytes:
+    """What SIGTRAP did in it until now; `new` is what it does from now on."""
+    at = (held.old.rsp - _RED_ZONE_BYTES - 2 * _ACTION.size) & ~15
+    with open(f"/proc/{held.pid}/mem", "r+b", 0) as memory:
+        memory.seek(at)
+        lay_there = memory.read(2 * _ACTION.size)
+        memory.seek(at)
+        memory.write(new)
+        result = held.call(_SYS_SIGACTION, signal.SIGTRAP, at if new else 0, at + _ACTION.size, 8)
+        memory.seek(at + _ACTION.size)
+        old = memory.read(_ACTION.size)
+        memory.seek(at)
+        memory.write(lay_there)
+    if result < 0:
+        raise OSError(-result, "what a signal does")
+    return old
+
+
+def trap_actions(path: Path) -> dict[int, tuple[int, int, int, int]]:
+    """By process: handler, flags, restorer and mask of its own for SIGTRAP."""
+    processes = (read_json(path) or {}).get("processes", [])
+    return {one["pid"]: _ACTION.unpack(bytes.fromhex(one["trap"])) for one in processes}
 
 
 def interrupted(path: Path) -> dict[int, int]:
@@ -179,10 +226,13 @@ def _cure_one(who: ProcessId, before: dict[str, Any]) -> list[str]:
             memory.write(code)
         told.append(f"code of process {pid}")
     left = _left_over(pid, before, everything=bool(moved))
-    if left:
+    if left or "trap" in before:
         with stopped(pid) as held:
             for call in left:
                 held.call(*call)
+            if "trap" in before and _trap_action(held) == _HANDLED:
+                _trap_action(held, bytes.fromhex(before["trap"]))
+    if left:
         told.append(f"{len(left)} leftovers in process {pid}")
     return told
 
@@ -207,7 +257,7 @@ def _put_back(tid: int, before: dict[str, Any], foreign: Callable[[int], bool]) 
             ptrace(_SETREGSET, tid, _XSTATE, ctypes.addressof(vector))
         if astray or anew:
             ptrace(SETREGS, tid, 0, ctypes.addressof(old if astray else regs))
-        astray = astray or (mask == _ALL_SIGNALS and before["mask"] != _ALL_SIGNALS)
+        astray = astray or (mask | TRAP == _ALL_SIGNALS and before["mask"] | TRAP != _ALL_SIGNALS)
         if not before["mask"] & TRAP:
             _discard_trap(tid)
         set_mask(tid, before["mask"] if astray else mask & ~TRAP | before["mask"] & TRAP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from distributed_grid.agent.moving.ranges import PAGE_BYTES, Range
@@ -117,6 +118,38 @@ def unblock(image_dir: Path, tids: list[int], signal_bit: int) -> None:
                 for mask_at, _ in _places(data, at, end, inner):
                     data[mask_at] &= ~signal_bit
         path.write_bytes(data)
+
+
+#: In a core_entry its task_core_entry; in that its sigactions, from signal 1 on; in those the last field that is ours.
+_TASK, _ACTIONS, _ACTION_MASK = 3, 15, 4
+
+
+def put_action(image_dir: Path, pid: int, number: int, action: tuple[int, int, int, int]) -> None:
+    """What a signal (below SIGKILL) does in a process: handler, flags, restorer and mask."""
+    path = image_dir / f"core-{pid}.img"
+    data = path.read_bytes()
+
+    def put(old: bytes) -> bytes:
+        [(_, end)] = _places(old, 0, len(old), _ACTION_MASK)
+        return b"".join(_varint(key << 3) + _varint(value) for key, value in enumerate(action, 1)) + old[end:]
+
+    core = _replaced(data[_MAGIC_BYTES + 4 :], _TASK, 0, lambda task: _replaced(task, _ACTIONS, number - 1, put))
+    path.write_bytes(data[:_MAGIC_BYTES] + struct.pack("<I", len(core)) + core)
+
+
+def _replaced(message: bytes, wanted: int, index: int, make: Callable[[bytes], bytes]) -> bytes:
+    """The message with one value of a field, itself bytes, made anew."""
+    begin, end = _places(message, 0, len(message), wanted)[index]
+    new = make(message[begin:end])
+    return message[: begin - len(_varint(end - begin))] + _varint(len(new)) + new + message[end:]
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
 
 
 #: In a core_entry: thread_info, its gpregs, and of those ax and ip.

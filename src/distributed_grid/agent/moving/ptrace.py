@@ -16,6 +16,7 @@ SEIZE, INTERRUPT, GETREGS, SETREGS, STEP, CONT, DETACH = 0x4206, 0x4207, 12, 13,
 GETSIGMASK, SETSIGMASK = 0x420A, 0x420B
 WALL = 0x40000000
 ALL_SIGNALS = 2**64 - 1
+TRAP = 1 << signal.SIGTRAP - 1
 SYS_MMAP, SYS_CLOSE, SYS_EXECVE, SYS_USERFAULTFD, SYS_PIDFD_GETFD = 9, 3, 59, 323, 438
 SYS_FCNTL = 72
 REGISTERS = (
@@ -97,7 +98,9 @@ class Stopped:
         self.old = Regs()
         ptrace(GETREGS, pid, 0, ctypes.addressof(self.old))
         self.mask = get_mask(pid)
-        set_mask(pid, ALL_SIGNALS)  # no signal is taken while its registers are not its own
+        # No signal is taken while its registers are not its own; but a step ends with a SIGTRAP, and for one that is
+        # blocked the kernel throws the program's handler away.
+        set_mask(pid, ALL_SIGNALS & ~TRAP)
 
     def call(self, number: int, *args: int) -> int:
         """The call's result, negative errno on failure; after a good execve the old program is gone."""
@@ -216,14 +219,20 @@ def take_userfaultfd(pid: int, flags: int) -> int:
 
 
 def take_userfaultfd_apart(pid: int, flags: int) -> int:
-    """The same by a child of ours: if we are killed meanwhile, it still gives the process its registers back."""
+    """The same by a child of ours (see `apart`)."""
+    [fd] = apart(lambda: [take_userfaultfd(pid, flags)])
+    return fd
+
+
+def apart(work: Callable[[], list[int]]) -> list[int]:
+    """By a child of ours: if we are killed meanwhile, it still puts the registers back. The fds it made."""
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.setsid()
-            socket.send_fds(theirs, [b"0"], [take_userfaultfd(pid, flags)])
+            socket.send_fds(theirs, [b"0"], work())
         except OSError as error:
             theirs.send(str(error.errno or errno.EIO).encode())
         finally:
@@ -232,10 +241,10 @@ def take_userfaultfd_apart(pid: int, flags: int) -> int:
     with ours:
         data, fds, _, _ = socket.recv_fds(ours, 16, 1)
     os.waitpid(child, 0)
-    if not fds:
+    if data != b"0":
         code = int(data or errno.EIO)
-        raise OSError(code, f"userfaultfd: {os.strerror(code)}")
-    return fds[0]
+        raise OSError(code, f"in the process: {os.strerror(code)}")
+    return fds
 
 
 def exec_in_place(pid: int, path: str, argv: list[str], env: list[str]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from distributed_grid.agent.moving import criu, cure, gpu, images, stream
 from distributed_grid.agent.moving.facts import TreeFacts, left_in_pipes, tree_facts
 from distributed_grid.agent.moving.hold import Cancelled, Holder
+from distributed_grid.agent.moving.ptrace import TRAP
 from distributed_grid.agent.moving.ranges import Range, batches, merge, subtract, total_bytes
 from distributed_grid.agent.moving.state import State, cpu_ticks, live_tree
 from distributed_grid.agent.moving.track import Tracker, has_missing_pages, read_into
@@ -210,7 +211,9 @@ class Source(Holder):
         self._tick("pages_s")
         assert self.asked
         self.asked.close()  # nobody asks CRIU for pages: it lets go of the tree, which stays stopped
-        images.unblock(self.shm, cure.unblocked(self.shm / cure.NAME), cure.TRAP)
+        images.unblock(self.shm, cure.unblocked(self.shm / cure.NAME), TRAP)
+        for pid, action in cure.trap_actions(self.shm / cure.NAME).items():
+            images.put_action(self.shm, pid, signal.SIGTRAP, action)
         images.begin_calls_anew(self.shm, cure.interrupted(self.shm / cure.NAME))
         images.rearm_timerfds(self.shm)
         for path in sorted(self.shm.glob("*.img")):

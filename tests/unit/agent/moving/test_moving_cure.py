@@ -17,6 +17,7 @@ from distributed_grid.agent.moving.ptrace import (
     SEIZE,
     SETREGS,
     SETSIGMASK,
+    TRAP,
     WALL,
     Regs,
     maps,
@@ -71,8 +72,11 @@ def mask_of(tid: int) -> int:
     return int(Path(f"/proc/{tid}/status").read_text().split("SigBlk:")[1].split()[0], 16)
 
 
-def die_in_it(pid: int, tids: list[int], code_at: int, trapped: bool) -> None:
-    """As a killed CRIU leaves them: foreign registers and code, all blocked; `trapped`: also at a SIGTRAP of its."""
+def die_in_it(pid: int, tids: list[int], code_at: int, trapped: str) -> None:
+    """As a killed CRIU leaves them: foreign registers and code, all blocked; `trapped`: also at a SIGTRAP of its.
+
+    Which is blocked, or `let through`.
+    """
     child = os.fork()
     if child:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -84,7 +88,7 @@ def die_in_it(pid: int, tids: list[int], code_at: int, trapped: bool) -> None:
         os._exit(1)
 
 
-def leave_a_mess(pid: int, tids: list[int], code_at: int, trapped: bool) -> None:
+def leave_a_mess(pid: int, tids: list[int], code_at: int, trapped: str) -> None:
     with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
         memory.seek(code_at)
         memory.write(b"\x0f\x05\xcc\xcc\xcc\xcc\xcc\xcc")
@@ -93,7 +97,7 @@ def leave_a_mess(pid: int, tids: list[int], code_at: int, trapped: bool) -> None
         ptrace(INTERRUPT, tid)
         os.waitpid(tid, WALL)
         if trapped:
-            no_trap = ctypes.c_uint64(~cure.TRAP)
+            no_trap = ctypes.c_uint64(~TRAP)
             ptrace(SETSIGMASK, tid, 8, ctypes.addressof(no_trap))
             ctypes.CDLL(None).syscall(234, pid, tid, signal.SIGTRAP)
             status = 0
@@ -104,13 +108,13 @@ def leave_a_mess(pid: int, tids: list[int], code_at: int, trapped: bool) -> None
         ptrace(GETREGS, tid, 0, ctypes.addressof(regs))
         regs.rip, regs.rax, regs.rbx, regs.orig_rax = code_at + 2, 77, 0, 2**64 - 1
         ptrace(SETREGS, tid, 0, ctypes.addressof(regs))
-        everything = ctypes.c_uint64(2**64 - 1)
+        everything = ctypes.c_uint64(2**64 - 1 if trapped != "let through" else ~TRAP)
         ptrace(SETSIGMASK, tid, 8, ctypes.addressof(everything))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("trapped", [False, True], ids=["in-foreign-code", "and-at-a-trap"])
-def test_a_process_that_a_tracer_died_in(bench: Bench, trapped: bool) -> None:
+@pytest.mark.parametrize("trapped", ["", "blocked", "let through"])
+def test_a_process_that_a_tracer_died_in(bench: Bench, trapped: str) -> None:
     child = bench.start(THREADED)
     bench.wait_log(3)
     stop(child.pid)
@@ -119,7 +123,7 @@ def test_a_process_that_a_tracer_died_in(bench: Bench, trapped: bool) -> None:
     code_at = next(start for start, _, permissions, _, _ in maps(child.pid) if "x" in permissions)
     cure.save([child.pid], note)
     assert note.stat().st_mode & 0o777 == 0o600
-    assert [mask_of(tid) for tid in tids] == [mask | cure.TRAP for mask in masks]
+    assert [mask_of(tid) for tid in tids] == [mask | TRAP for mask in masks]
     with held_by_us(child.pid) as held:
         left = held.call(9, 0, 1 << 16, 5, 0x22, -1, 0)  # mmap: of no name we know, so it stays
         assert left > 0
@@ -148,7 +152,7 @@ def test_a_process_that_was_woken_keeps_its_place(bench: Bench) -> None:
     assert cure.cure(bench.home / cure.NAME) == []
     bench.runs(child.pid)
     contiguous(bench.log())
-    assert not any(mask_of(tid) & cure.TRAP for tid in threads(child.pid))
+    assert not any(mask_of(tid) & TRAP for tid in threads(child.pid))
 
 
 def test_what_was_blocked_for_the_dump_is_not_blocked_at_the_target(bench: Bench) -> None:
@@ -164,27 +168,50 @@ def test_what_was_blocked_for_the_dump_is_not_blocked_at_the_target(bench: Bench
 
 @pytest.mark.parametrize("made", ["inventory.img", "pagemap-*.img", "core-*.img"])
 def test_criu_is_killed_in_the_middle_of_its_dump(bench: Bench, monkeypatch: pytest.MonkeyPatch, made: str) -> None:
-    """By its wrapper, once it has made such a file. Killed at a trap it takes the process along: then once more."""
+    """By its wrapper, once it has made such a file."""
     wrapper = bench.home / "criu"
     wrapper.write_text(WRAPPER.format(criu=criu.find(), made=made))
     wrapper.chmod(0o755)
     monkeypatch.setenv("GRID_CRIU", str(wrapper))
-    for number in range(4):
-        (bench.home / "log").unlink(missing_ok=True)
-        child = bench.start(THREADED)
-        bench.wait_log(3)
-        bench.begin(child.pid, move=f"m{number}")
-        out = bench.keepers["a"].out_wait(f"m{number}", timeout_s=LIMIT_S)
-        assert out["phase"] == "aborted" and out["error"]["code"] in ("criu-killed", "gone"), out
-        bench.keepers["b"].in_drop(f"m{number}")
-        if child.poll() == -signal.SIGTRAP:
-            continue
-        bench.runs(child.pid)
-        contiguous(bench.log())
-        assert "CRIUMFD" not in Path(f"/proc/{child.pid}/maps").read_text()
-        assert not any(mask_of(tid) for tid in threads(child.pid))
-        return
-    pytest.fail("it died every time")
+    child = bench.start(THREADED)
+    bench.wait_log(3)
+    bench.begin(child.pid)
+    out = bench.keepers["a"].out_wait("m", timeout_s=LIMIT_S)
+    assert out["phase"] == "aborted" and out["error"]["code"] == "criu-killed", out
+    bench.keepers["b"].in_drop("m")
+    bench.runs(child.pid)
+    contiguous(bench.log())
+    assert "CRIUMFD" not in Path(f"/proc/{child.pid}/maps").read_text()
+    assert not any(mask_of(tid) for tid in threads(child.pid))
+    assert not handles_traps(child.pid)
+
+
+def handles_traps(pid: int) -> bool:
+    return bool(int(Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0], 16) & TRAP)
+
+
+HANDLES = """
+import signal, time
+signal.signal(signal.SIGTRAP, lambda *_: print("trap", flush=True))
+n = 0
+while True:
+    n += 1; print(n, flush=True); time.sleep(0.01)
+"""
+
+
+def test_what_a_program_does_at_sigtrap_stays_its_own(bench: Bench) -> None:
+    child = bench.start(HANDLES)
+    bench.wait_log(3)
+    bench.stage(child.pid)
+    bench.keepers["b"].in_drop("m")
+    bench.keepers["a"].out_abort("m")
+    os.kill(child.pid, signal.SIGTRAP)
+    wait_until(lambda: "trap" in bench.log(), LIMIT_S, "its own handler at home")
+    bench.stage(child.pid, move="second")
+    there = bench.keepers["b"].in_go("second")
+    os.kill(there["pid"], signal.SIGTRAP)
+    wait_until(lambda: "trap" in bench.spool(task="second"), LIMIT_S, "its own handler on the target")
+    bench.keepers["a"].out_finish("second", {})
 
 
 def test_a_mask_in_an_image_is_changed_in_place(tmp_path: Path) -> None:
