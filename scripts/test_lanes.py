@@ -29,6 +29,7 @@ SECOND = (
     "tests/cluster/test_users.py",
     "tests/cluster/test_demo.py",
     "tests/cluster/test_offload.py",
+    "tests/cluster/test_offload_pipes.py",
     "tests/cluster/test_offload_lab.py",
     "tests/cluster/test_offload_files.py",
     "tests/cluster/test_offload_features_lab.py",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import leaks
+from tests.cluster.offloads import Started
 from tests.lab.clusters import EMBEDDED_CONFIG, GRID, Cluster, EmbeddedCluster, LabCluster
 from tests.lab.hosts import HostSpec, Lab, missing_tools
 from tests.lab.waiting import wait_until
@@ -196,6 +197,14 @@ def embedded(_session_leaves_nothing: None) -> Iterator[EmbeddedCluster]:
     finally:
         _end(cluster)
         cluster.remove()
+
+
+@pytest.fixture
+def started(embedded: EmbeddedCluster, tmp_path: Path) -> Iterator[Started]:
+    """Programs beside the cluster of all tests, to be moved."""
+    made = Started(embedded, tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -110,6 +110,13 @@ def until_over(cluster: Cluster, move_id: str) -> dict[str, Any]:
     )  # type: ignore[return-value]
 
 
+def refused(cluster: EmbeddedCluster, code: int, text: str, *args: str) -> None:
+    done = cluster.grid("offload", "execute", *args, check=False, timeout=LIMIT_S)
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and text in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def chain_line(number: int, before: str) -> str:
     digest = hashlib.sha256(f"{before.split(' ')[1] if before else ''}{number}".encode()).hexdigest()[:12]
     return f"{number} {digest}"

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,19 +24,13 @@ from tests.cluster.offloads import (
     found,
     move,
     moves,
+    refused,
     until_over,
 )
 from tests.lab.clusters import PYTHON, EmbeddedCluster
 from tests.lab.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.criu]
-
-
-@pytest.fixture
-def started(embedded: EmbeddedCluster, tmp_path: Path) -> Iterator[Started]:
-    made = Started(embedded, tmp_path)
-    yield made
-    made.close()
 
 
 def command_of(pid: int) -> str:
@@ -121,27 +114,6 @@ def test_ctrl_z_stops_the_program_too_and_fg_has_it_go_on(embedded: EmbeddedClus
 def state_of(pid: int) -> str:
     stat = read_stat(pid)
     return stat.state if stat else "gone"
-
-
-@pytest.mark.parametrize("minds", [True, False], ids=["dies-of-it", "ignores-it"])
-def test_a_reader_that_ends_does_not_keep_whoever_waits(
-    embedded: EmbeddedCluster, started: Started, minds: bool
-) -> None:
-    """`program | head`: nobody reads its output any more. Python ignores SIGPIPE, a plain program dies of it."""
-    if minds:
-        who = started.spawn(["sh", "-c", "while :; do echo x; sleep 0.05; done"], stdout=subprocess.PIPE, wait=False)
-    else:
-        argv = [str(PYTHON), str(PROGRAMS / "chain.py"), str(started.end), "3"]
-        who = started.spawn(argv, stdout=subprocess.PIPE, wait=False)
-    [program] = started.processes
-    assert program.stdout and program.stdout.readline()
-    done = move(embedded, who.pid, "-t", "gpu1")
-    assert program.stdout.readline()
-    program.stdout.close()
-    if not minds:
-        started.end.touch()
-    assert program.wait(LIMIT_S) == (-signal.SIGPIPE if minds else 3)
-    assert until_over(embedded, done["id"])["state"] == "ENDED"
 
 
 def test_a_program_that_dies_of_a_signal_does_so_at_home_too(embedded: EmbeddedCluster, started: Started) -> None:
@@ -240,55 +212,6 @@ def test_what_was_relaunched_moves_on_and_comes_home(embedded: EmbeddedCluster, 
     check_chain(text[text.rindex(chain_line(1, "")) :], 3)
 
 
-CLOSES_ON_EXEC = """
-import fcntl, os, sys, time
-for fd in (0, 1, 2):
-    fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-number = 0
-while not os.path.exists(sys.argv[1]):
-    number += 1
-    print(number, flush=True)
-    time.sleep(0.01)
-"""
-
-
-def test_streams_that_an_exec_would_close_go_on_at_home(embedded: EmbeddedCluster, started: Started) -> None:
-    """As node's do: the stub is exec'd in the place of the program."""
-    who = started.spawn([str(PYTHON), "-c", CLOSES_ON_EXEC, str(started.end)])
-    done = move(embedded, who.pid, "-t", "gpu1")
-    started.more("at home")
-    started.end.touch()
-    assert started.processes[0].wait(LIMIT_S) == 0 and until_over(embedded, done["id"])["exit_code"] == 0
-    numbers = [int(line) for line in started.log.read_text().splitlines()]
-    assert numbers == list(range(1, len(numbers) + 1))
-
-
-READS = """
-import os, sys
-source = os.fdopen(int(sys.argv[1]))
-for line in source:
-    print(line, end="", flush=True)
-print("end of input", flush=True)
-"""
-
-
-def test_another_pipe_from_who_stays_is_cut_only_with_consent(embedded: EmbeddedCluster, started: Started) -> None:
-    reading, writing = os.pipe()
-    who = started.spawn([str(PYTHON), "-c", READS, str(reading)], pass_fds=[reading], wait=False)
-    os.close(reading)
-    with open(writing, "wb") as feed:
-        feed.write(b"one\n")
-        feed.flush()
-        wait_until(lambda: started.log.read_text() == "one\n", LIMIT_S, "the first line")
-        refused(embedded, 4, "--cut-pipes", str(who.pid), "--strategy", "live")
-        feed.write(b"two\n")
-        feed.flush()
-        wait_until(lambda: started.log.read_text() == "one\ntwo\n", LIMIT_S, "the second line")
-        move(embedded, who.pid, "-t", "gpu1", "--cut-pipes")
-        assert started.processes[-1].wait(LIMIT_S) == 0
-    assert started.log.read_text() == "one\ntwo\nend of input\n"
-
-
 def test_a_child_goes_on_in_its_own_file(embedded: EmbeddedCluster, started: Started) -> None:
     """As `make`, `xargs` or a script with `job > log` have them: it is not its parent's output."""
     script = '"$1" "$2" "$3" 7 > one 2> two; echo "end $?"; cat two >&2'
@@ -306,24 +229,6 @@ def test_a_child_goes_on_in_its_own_file(embedded: EmbeddedCluster, started: Sta
     check_chain((started.directory / "one").read_text(), 3)
 
 
-def test_output_goes_home_although_its_root_turned_away(embedded: EmbeddedCluster, started: Started) -> None:
-    """Between two moves it gave up the output that its child still has."""
-    script = (
-        '"$1" "$2" "$3" 7 & while [ ! -e "$3.quiet" ]; do sleep 0.05; done\n'
-        'exec > /dev/null 2>&1; touch "$3.seen"; wait $!'
-    )
-    who = started.spawn(["sh", "-c", script, "sh", str(PYTHON), str(PROGRAMS / "chain.py"), str(started.end)])
-    first = move(embedded, who.pid, "-t", "gpu1")
-    started.directory.joinpath("end.quiet").touch()
-    wait_until(started.directory.joinpath("end.seen").exists, LIMIT_S, "the script to turn away")
-    move(embedded, f"gpu1:{found(embedded, first['id'])['target_pid']}", "-t", "gpu2")
-    started.more("on gpu2")
-    started.end.touch()
-    assert started.processes[0].wait(LIMIT_S) == 7
-    check_chain(started.log.read_text(), 3)
-
-
-#: Waits by calls that the kernel goes on with by its own note when a program was stopped and runs on.
 WAITS = """
 import ctypes, sys, time
 libc, began = ctypes.CDLL(None, use_errno=True), time.monotonic()
@@ -358,76 +263,6 @@ def test_a_file_that_somebody_goes_on_writing(embedded: EmbeddedCluster, started
 
 
 #: Writes numbered lines until the end is said, and in its log how many; with one that reads them, slower.
-GIVES = """
-import itertools, os, sys
-for number in itertools.count(1):
-    print(number)
-    if number % 1000 == 0 and os.path.exists(sys.argv[1]): break
-sys.stdout.flush()
-print("gave", number, file=sys.stderr)
-"""
-TAKES = """
-import sys, time
-for number, line in enumerate(sys.stdin, 1):
-    if int(line) != number: sys.exit(f"{line.strip()} instead of {number}")
-    if number % 1000 == 0: print(number, flush=True); time.sleep(0.01)
-print("took", number, flush=True)
-"""
-
-
-def test_a_pipe_from_who_stays_goes_on_wherever_it_runs(embedded: EmbeddedCluster, started: Started) -> None:
-    """Moved, moved on and brought home, with the daemon killed meanwhile: each line once, in order."""
-    started.spawn([str(PYTHON), "-c", GIVES, str(started.end)], log="gave", wait=False, stdout=subprocess.PIPE)
-    giver = started.processes[-1]
-    assert giver.stdout
-    with giver.stdout as pipe:
-        who = started.spawn([str(PYTHON), "-c", TAKES], stdin=pipe)
-    first = move(embedded, who.pid, "-t", "gpu1")
-    started.more("on gpu1")
-    embedded.kill("daemon")
-    there = found(embedded, first["id"])["target_pid"]
-    started.more("with a new daemon")
-    second = move(embedded, f"gpu1:{there}", "-t", "gpu2")
-    started.more("on gpu2")
-    embedded.grid("offload", "return", second["id"], timeout=LIMIT_S)
-    started.more("at home")
-    refused(embedded, 4, "its program is process", str(who.pid))
-    assert giver.poll() is None
-    started.end.touch()
-    assert started.processes[-1].wait(LIMIT_S) == 0 and giver.wait(LIMIT_S) == 0
-    gave, took = (started.directory / "gave").read_text().split()[-1], started.log.read_text().split()[-1]
-    assert int(took) == int(gave) > 1000
-
-
-def test_what_is_left_in_a_pipe_goes_along(embedded: EmbeddedCluster, started: Started) -> None:
-    """Who wrote it has gone by then."""
-    reading, writing = os.pipe()
-    os.write(writing, b"one\ntwo\n" * 1000)
-    os.close(writing)
-    script = 'echo up; while [ ! -e "$1" ]; do sleep 0.05; done; exec cat'
-    who = started.spawn(["sh", "-c", script, "sh", str(started.end)], stdin=reading)
-    os.close(reading)
-    move(embedded, who.pid, "-t", "gpu1")
-    started.end.touch()
-    assert started.processes[-1].wait(LIMIT_S) == 0
-    assert started.log.read_text() == "up\n" + "one\ntwo\n" * 1000
-
-
-def test_who_writes_sees_that_nobody_reads_any_more(embedded: EmbeddedCluster, started: Started) -> None:
-    script = 'while [ ! -e "$1" ]; do read line; echo "$line"; sleep 0.05; done; exec <&-; sleep 600'
-    started.spawn(["yes"], log="yes", wait=False, stdout=subprocess.PIPE)
-    giver = started.processes[-1]
-    assert giver.stdout
-    with giver.stdout as pipe:
-        who = started.spawn(["sh", "-c", script, "sh", str(started.end)], stdin=pipe)
-    move(embedded, who.pid, "-t", "gpu1")
-    started.more("on gpu1")
-    assert giver.poll() is None
-    started.end.touch()
-    assert giver.wait(LIMIT_S) == -signal.SIGPIPE
-    assert started.processes[-1].poll() is None
-
-
 def test_a_relaunch_runs_the_same_program_whatever_its_path_says(embedded: EmbeddedCluster, started: Started) -> None:
     """What it was started as (`sh`) is found nowhere there; the file it is was looked for by the plan."""
     script = 'echo "start $PATH"; while [ ! -e "$1" ]; do /bin/sleep 0.05; done; exit 9'
@@ -441,13 +276,6 @@ def test_a_relaunch_runs_the_same_program_whatever_its_path_says(embedded: Embed
 
 
 # What bad input gets
-
-
-def refused(cluster: EmbeddedCluster, code: int, text: str, *args: str) -> None:
-    done = cluster.grid("offload", "execute", *args, check=False, timeout=LIMIT_S)
-    assert done.returncode == code, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 and text in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_processes_that_may_not_be_moved(embedded: EmbeddedCluster) -> None:

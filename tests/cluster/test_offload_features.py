@@ -9,7 +9,6 @@ import socket
 import subprocess
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ pytestmark = [pytest.mark.root, pytest.mark.criu]
 OTHER = "daemon"
 #: Of the shell alone: the virtual environment's Python may be closed to other users.
 COUNTER = 'n=0; while [ ! -e "$1" ]; do n=$((n + 1)); echo $n; sleep 0.02; done; id -un; exit 4'
-
-
-@pytest.fixture
-def started(embedded: EmbeddedCluster, tmp_path: Path) -> Iterator[Started]:
-    made = Started(embedded, tmp_path)
-    yield made
-    made.close()
 
 
 def test_root_moves_another_users_process_and_it_stays_that_users(

@@ -27,13 +27,6 @@ pytestmark = [pytest.mark.root, pytest.mark.criu]
 
 
 @pytest.fixture
-def started(embedded: EmbeddedCluster, tmp_path: Path) -> Iterator[Started]:
-    made = Started(embedded, tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def low_thresholds(embedded: EmbeddedCluster) -> Iterator[None]:
     """Everything counts as heavy and old enough; the running daemon takes the change, and takes it back."""
     assert embedded.config

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from distributed_grid.agent.inspect.origin import is_shim, is_wrapper, parents_of, read_argv, read_environment_raw
 from distributed_grid.agent.inspect.plain import from_plain, to_plain
 from distributed_grid.agent.inspect.sockets import SocketInfo, read_sockets
 from distributed_grid.core.process import read_stat
@@ -21,6 +22,7 @@ _ANONYMOUS = re.compile(r"anon_inode:\[?([a-z_-]+)\]?")
 _NAMES = {"eventpoll": "epoll", "perf_event": "perf", "io_uring": "io_uring", "uffd": "userfaultfd"}
 _DEVICE = re.compile(r"\bsdev:([0-9a-f]+)")
 _NUMBER = re.compile(r"\[(\d+)\]")
+_SHELLS_FIRST_FD = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class OpenFile:
     peer: str = ""
     peer_pids: tuple[int, ...] = ()
     peer_reads: bool = False  # of a pipe that is standard input: somebody outside of the tree reads from it, too
+    stray: bool = False  # a pipe to outsiders that its program neither opened nor was told of: its shell left it open
     end: str = ""  # of a pipe: read, write, both
     protocol: str = ""
     state: str = ""
@@ -255,11 +258,15 @@ def with_peers(files: dict[int, tuple[OpenFile, ...]], outsiders: Outsiders) -> 
                 inside.add(one.inode)
     tables: dict[str, dict[int, SocketInfo]] = {}
     done: dict[int, tuple[OpenFile, ...]] = {}
+    strays: set[tuple[int, str]] | None = None
     for pid, each in files.items():
         followed = []
+        if strays is None:
+            strays = _strays(pid, each)
         for one in each:
             if one.kind in ("pipe", "fifo"):
                 one = _follow_pipe(pid, one, ends[one.path], outsiders)
+                one = replace(one, stray=(one.fd, one.path) in strays)
             elif one.kind == "socket":
                 one = _follow_socket(one, _table(pid, tables), inside, outsiders)
             followed.append(one)
@@ -286,6 +293,28 @@ def _follow_pipe(pid: int, one: OpenFile, ends: set[str], outsiders: Outsiders) 
     else:
         peer = "unknown" if outsiders.unreadable and not (one.kind == "pipe" and _is_hung_up(pid, one)) else "none"
     return replace(one, peer=peer, peer_pids=holders, peer_reads=one.fd == 0 and outsiders.reads(one.path))
+
+
+def _strays(pid: int, files: tuple[OpenFile, ...]) -> set[tuple[int, str]]:
+    """Number and name of pipes that a program was handed by its shell, and that it does not know of.
+
+    Terminals in editors, and other programs that run shells, leave such pipes of their own open for all that is started
+    there. Neither a program nor a shell's `{name}>` opened them, which take the first free number, and nothing names
+    the number to the program.
+    """
+    above = parents_of(pid)
+    if above and is_shim(read_argv(above[0][0])):  # moved before: what is beyond its streams was left behind then
+        return {(one.fd, one.path) for one in files if one.kind == "pipe" and one.fd > 2}
+    if above and above[0][0] != 1 and not is_wrapper(above[0][1]):
+        return set()  # a program's own worker, perhaps, which knows what it was given
+    taken = {one.fd for one in files}
+    words = [*map(os.fsencode, read_argv(pid)), *read_environment_raw(pid)]
+    return {
+        (one.fd, one.path)
+        for one in files
+        if one.kind == "pipe" and not taken.issuperset(range(_SHELLS_FIRST_FD, one.fd))
+        and not any(re.search(rb"(?<!\d)%d(?!\d)" % one.fd, word) for word in words)
+    }  # fmt: skip
 
 
 def _is_hung_up(pid: int, one: OpenFile) -> bool:

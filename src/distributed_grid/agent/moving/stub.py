@@ -1,4 +1,4 @@
-# ruff: noqa: PTH104, PTH108, PTH110
+# ruff: noqa: PTH104, PTH108, PTH110, PTH208
 """The stub: stays in the place of a moved process; writes its output, passes on signals, ends with its exit code.
 
 Exec'd in place, so it has the process's pid, parent and standard descriptors. Run as `python -I -S stub.py DIR LABEL…`
@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -294,8 +295,19 @@ class Stub:
         os._exit(int(str(request.get("code") or 0)) & 255)
 
 
+def close_all_but_pipes() -> None:
+    """Whoever reads a pipe that the program could write to sees its end when the program ends, not now."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+            if fd > 2 and not (writes and stat.S_ISFIFO(os.fstat(fd).st_mode)):
+                os.close(fd)
+        except OSError:
+            pass  # the one that lists them
+
+
 if __name__ == "__main__":
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    close_all_but_pipes()
     os.chdir("/")
     ctypes.CDLL(None).prctl(15, b"grid-stub", 0, 0, 0)
     Stub(sys.argv[1]).run()

@@ -171,6 +171,10 @@ def _pipe(one: OpenFile, names: dict[int, str], cut: bool, outputs: set[str]) ->
     details = {"fd": one.fd, "pipe": one.path}
     if one.kind == "fifo" and one.peer in ("outside", "shared", "unknown"):
         yield Finding("fifo", "blocks", f"it shares the named pipe {one.path} with {whom}, which stays here")
+    elif one.stray and one.peer in ("outside", "shared", "unknown"):
+        then = "it stays open here, and nothing comes or goes by it there"
+        text = f"its shell left descriptor {one.fd} open for it, a pipe of {whom}: {then}"
+        yield Finding("pipe-stray", "notice", text, option="--inherit-fd", details=details)
     elif one.peer == "shared":
         yield _cut("pipe-shared", f"it shares a pipe with {whom}, which stays here", "it is cut in two", cut, details)
     elif one.peer in ("outside", "unknown"):
@@ -190,6 +194,8 @@ def _cut(code: str, text: str, then: str, cut: bool, details: dict[str, Any]) ->
     if cut:
         return Finding(code, "notice", f"{text}; {then}", option="--inherit-fd", details=details)
     help = f"--cut-pipes moves it all the same: {then}"
+    if details["fd"] > 2:
+        help += f"; or, if it does not need that, start it with {details['fd']}>&-"
     return Finding(code, "asks", text, help, option="--cut-pipes", details=details)
 
 

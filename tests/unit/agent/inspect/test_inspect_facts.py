@@ -20,6 +20,7 @@ from distributed_grid.agent.inspect.facts import TreeFacts, inspect_tree, read_e
 from distributed_grid.agent.inspect.mapped import build_id
 from distributed_grid.core.errors import NotFound
 from distributed_grid.core.process import read_stat, tree_of
+from tests.lab.waiting import wait_until
 
 Start = Callable[..., subprocess.Popen[bytes]]
 READY = "import sys, os, signal\nprint('ready', file=sys.stderr, flush=True)\nsignal.pause()\n"
@@ -106,6 +107,38 @@ def test_pipe_between_parent_and_child_and_to_an_outsider(start: Start) -> None:
     assert [(one.peer, one.end) for one in inner] == [("inside", "write")]
     child = facts.processes[1]
     assert ("inside", "read") in {(one.peer, one.end) for one in child.files if one.kind == "pipe"}
+
+
+@pytest.mark.parametrize(("line", "stray"), [
+    ("exec 250>&$1; sleep 60; true", True),  # which the shell's own parent, a terminal, would have done
+    ("exec 250>&$1 {v}>&$1; sleep 60 $v; true", True),
+    ("exec 250>&$1; sleep 60 250; true", False),  # it was told
+    ("exec 250>&$1; ROOM=/dev/fd/250 sleep 60; true", False),
+    ("exec 7>&$1; sleep 60; true", False),  # as people write it
+    ("exec {v}>&$1; sleep 60; true", False),
+], ids=lambda value: "" if isinstance(value, str) else str(value))  # fmt: skip  (else the name is in the environment)
+def test_a_pipe_that_a_shell_leaves_open(tmp_path: Path, line: str, stray: bool) -> None:
+    reading, writing = os.pipe()
+    shell = subprocess.Popen(["bash", "-c", line, "sh", str(writing)], pass_fds=[writing], start_new_session=True)
+    try:
+        [_, child] = wait_until(lambda: found if len(found := tree_of(shell.pid)) == 2 else [], 30, "the child")
+        wait_until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n", 30, "its exec")
+        mine = [one for one in inspect_tree(child).root.files if one.kind == "pipe" and one.fd != writing]
+        assert [one.stray for one in mine if one.fd == max(one.fd for one in mine)] == [stray]
+        assert not any(one.stray for one in mine if one.fd < 20)
+    finally:
+        for pid in reversed(tree_of(shell.pid)):
+            os.kill(pid, signal.SIGKILL)
+        shell.wait(30)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_pipe_of_a_programs_own_worker_is_not_stray(start: Start) -> None:
+    made = start("import os\nr, w = os.pipe(); os.dup2(w, 50)\nif os.fork(): os.close(w)\n")
+    [_, child] = tree_of(made.pid)
+    [own] = [one for one in inspect_tree(child).root.files if one.fd == 50]
+    assert (own.kind, own.stray) == ("pipe", False)
 
 
 def test_sockets(start: Start) -> None:

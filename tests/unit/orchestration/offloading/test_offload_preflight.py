@@ -133,6 +133,15 @@ def test_pipes_are_cut_only_with_consent(file: OpenFile, code: str) -> None:
     assert check(tree(file), cut_pipes=True).stops("live") == []
 
 
+@pytest.mark.parametrize("end", ["read", "write"])
+def test_a_pipe_that_its_shell_left_open_is_only_told_of(end: str) -> None:
+    file = OpenFile(250, "pipe", "pipe:[9]", peer="outside", peer_pids=(400,), end=end, stray=True)
+    found = check(tree(file))
+    assert found.stops("live") == [] and finding(found, "pipe-stray").severity == "notice"
+    asked = finding(check(tree(replace(file, stray=False))), {"read": "pipe-in", "write": "pipe-other"}[end])
+    assert asked.severity == "asks" and "250>&-" in asked.help
+
+
 def test_connections_are_closed_only_with_consent() -> None:
     facts = tree(OpenFile(5, "inet", protocol="tcp", state="ESTABLISHED", local="10.0.0.5:4", remote="10.0.0.9:80"))
     asked = finding(check(facts), "tcp")
