@@ -28,9 +28,10 @@ import socket
 import stat
 import sys
 
-INPUT_PART_BYTES = 1 << 16
+#: Also what a pipe of input is made to hold: each part takes a round through three processes.
+INPUT_PART_BYTES = 1 << 19
 #: More than what can be on its way to the program: eight parts, a rest and a pipe.
-INPUT_KEPT_BYTES = 1 << 20
+INPUT_KEPT_BYTES = 1 << 23
 STOPPING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 RELAYED = {
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
@@ -214,6 +215,10 @@ class Stub:
     def ask_for_input(self, asking: tuple[socket.socket, int] | None) -> None:
         """Nothing is read before it is asked for: who writes it waits, as for the program itself."""
         if asking and not self.asking:
+            try:
+                fcntl.fcntl(0, fcntl.F_SETPIPE_SZ, INPUT_PART_BYTES)
+            except OSError:
+                pass  # it has too many pipes for that: slower
             self.poll.register(0, select.POLLIN)
         if self.asking and not asking:
             self.poll.unregister(0)
