@@ -181,11 +181,16 @@ def test_a_cluster_that_is_stopped_and_started_settles_it_by_itself(
     embedded: EmbeddedCluster, started: Started
 ) -> None:
     doubt = Doubt(embedded, started)
-    embedded.grid("cluster", "stop", timeout=SETTLE_S)
+    said = embedded.grid("cluster", "stop", timeout=SETTLE_S).stderr
+    assert f"PID {doubt.watched.who.pid} is held, its move to gpu1 in doubt" in said
     assert state_of(doubt.journal, doubt.watched.who.pid) == "IN_DOUBT" and doubt.watched.copies() == []
     embedded.start()
     all_back(embedded)
     assert doubt.command.wait(SETTLE_S) == 0
     doubt.command.communicate()
     wait_until(lambda: found(embedded, doubt.id)["state"] == "CLEANED", SETTLE_S, "it to be finished")
+    said = embedded.grid("cluster", "stop", timeout=SETTLE_S).stderr
+    assert f"PID {doubt.watched.who.pid} runs on, on gpu1" in said
+    embedded.start()
+    all_back(embedded)
     doubt.ends_as_it_should()

@@ -72,10 +72,16 @@ def stop(config_path: str | None, output: str) -> None:
 
     async def work(client: Any) -> dict[str, str]:
         last: dict[str, str] = {}
+        moved = (await client.call("offload_status", limit=0, brief=True))["active"]
         async for step in client.stream("cluster_stop"):
             last[step["node"]] = step["step"]
             if step["step"] != "stopping":
                 note(f"{step['node']}: {step['step']}")
+        for one in moved:
+            if one["state"] in ("RUNNING", "CLEANED"):
+                note(f"PID {one['pid']} runs on, on {one['target']}; its output waits there for grid cluster start")
+            elif one["state"] in ("COMMITTED", "IN_DOUBT"):
+                note(f"PID {one['pid']} is held, its move to {one['target']} in doubt until grid cluster start")
         return last
 
     result = with_daemon(work, config_path)
