@@ -23,7 +23,7 @@ from typing import Any
 LIMIT_S = 120.0
 POLL_S = 0.0002
 STATES = ("PLANNED", "FROZEN", "COPIED", "STAGED", "COMMITTED", "RUNNING", "CLEANED")
-RTM_NEWLINK, F_REQUEST, IFF_UP = 16, 1, 1
+RTM_NEWLINK, F_REQUEST, F_ACK, IFF_UP = 16, 1, 4, 1
 
 
 def pull(interface: str) -> Callable[[], bool]:
@@ -31,8 +31,14 @@ def pull(interface: str) -> Callable[[], bool]:
     link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     link.bind((0, 0))
     body = struct.pack("=BxHiII", 0, 0, socket.if_nametoindex(interface), 0, IFF_UP)
-    message = struct.pack("=IHHII", 16 + len(body), RTM_NEWLINK, F_REQUEST, 1, 0) + body
-    return lambda: link.send(message) == len(message)
+    message = struct.pack("=IHHII", 16 + len(body), RTM_NEWLINK, F_REQUEST | F_ACK, 1, 0) + body
+
+    def down() -> bool:
+        link.send(message)
+        (code,) = struct.unpack_from("=i", link.recv(4096), 16)
+        return bool(code == 0)
+
+    return down
 
 
 def kill(pids: Collection[int]) -> bool:

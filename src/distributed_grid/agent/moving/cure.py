@@ -8,8 +8,8 @@ Only a thread that stands in foreign code gets its registers back: one that some
 Between the system calls that CRIU has the process make, each thread stands at a SIGTRAP of CRIU's, which the kernel
 would deliver, deadly, when CRIU is killed. So from `save` to `cure` SIGTRAP is blocked, then it stays pending; and it
 is handled, for CRIU lets it through while its code runs: then the thread, as it belongs to a stopped process, stops
-before the first instruction of a handler that is nowhere, and gets its registers back from there. `images.unblock` and
-`images.put_action` take both out of the images.
+before the first instruction of a handler that is nowhere, and gets its registers back from there, and what the kernel
+wrote over below its stack pointer. `images.unblock` and `images.put_action` take both out of the images.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from distributed_grid.agent.moving.ptrace import (
     ptrace,
     set_mask,
     stopped,
+    syscall_instruction,
     traced,
 )
 from distributed_grid.agent.moving.state import identity, named, read_json, write_json
@@ -52,8 +53,10 @@ _PARASITE = "memfd:CRIUMFD"
 _SYS_CLOSE, _SYS_MPROTECT, _SYS_MUNMAP, _SYS_SIGACTION = 3, 10, 11, 13
 _ACTION = struct.Struct("<QQQQ")  # handler, flags, restorer, mask
 _NOWHERE = 0xF00  # below what may be mapped
-_HANDLED = _ACTION.pack(_NOWHERE, 0x0C00_0000, _NOWHERE, 0)  # SA_RESTORER, without which the kernel refuses; SA_ONSTACK
+_HANDLED = _ACTION.pack(_NOWHERE, 0x0400_0000, _NOWHERE, 0)  # SA_RESTORER, without which the kernel refuses
 _RED_ZONE_BYTES = 128  # below the stack pointer, and still the program's
+_FRAME_BYTES = 1 << 14  # more than what the kernel writes there for a handler
+_CODE_64 = 0x33  # the cs of 64-bit code
 #: -ERESTART_RESTARTBLOCK and -ERESTARTNOHAND: the kernel will go on with a call by its own note, or begin it anew; if
 #: there is a signal with a handler it breaks it off, both times.
 #: That note is gone once CRIU's code ran in the process, and the program would see EINTR, which it need not expect.
@@ -61,6 +64,7 @@ _RESTART_BLOCK, _RESTART, _EINTR = 2**64 - 516, 2**64 - 514, 2**64 - 4
 _TIMED_CALLS = (7, 35, 202, 230)  # poll, nanosleep, futex, clock_nanosleep
 _SCRATCH = ("rax", "orig_rax", "rcx", "r11")  # what a system call may change
 _SYS_RESTART = 219
+_SYSCALL_BYTES = 2
 _LOAD_AND_CALL_BYTES = 7  # mov eax, NUMBER; syscall
 _ALL_SIGNALS = 2**64 - 1 & ~(1 << 8 | 1 << 18)  # but SIGKILL and SIGSTOP, as the kernel keeps it
 
@@ -73,47 +77,54 @@ def save(tree: list[int], path: Path) -> None:
     """Write down what each stopped process looks like, then handle and block SIGTRAP; OSError if one is gone."""
     processes = [_describe(pid) for pid in tree]
     write_json(path, {"processes": processes})
-    apart(lambda: _handle_traps(processes, path))
+    us = os.getpid()
+    apart(lambda: _handle_traps(processes, path, us))
     for process in processes:
         for tid, before in process["threads"].items():
             with traced(int(tid)):
                 set_mask(int(tid), before["mask"] | TRAP)
 
 
-def _handle_traps(processes: list[dict[str, Any]], path: Path) -> list[int]:
-    """First what SIGTRAP did in each is written down as well, then it is handled."""
+def _handle_traps(processes: list[dict[str, Any]], path: Path, parent: int) -> list[int]:
+    """First what SIGTRAP did in each is written down as well, then it is handled; where that can't be, it is not."""
     with ExitStack() as stack:
         held = [(process, stack.enter_context(stopped(process["pid"]))) for process in processes]
+        if os.getppid() != parent:
+            return []  # it was killed before we had hold of them: they may run on already
+        held = [(process, one) for process, one in held if one.old.cs == _CODE_64]
         for process, one in held:
-            process["trap"] = _trap_action(one).hex()
+            try:
+                process["trap"] = _trap_action(one).hex()
+            except OSError:
+                continue  # no room for that on its stack
         write_json(path, {"processes": processes})
-        for _, one in held:
-            _trap_action(one, _HANDLED)
+        for process, one in held:
+            if "trap" in process:
+                _trap_action(one, _HANDLED)
     return []
 
 
 def _trap_action(held: Stopped, new: bytes = b"") -> bytes:
     """What SIGTRAP did in it until now; `new` is what it does from now on."""
     at = (held.old.rsp - _RED_ZONE_BYTES - 2 * _ACTION.size) & ~15
-    with open(f"/proc/{held.pid}/mem", "r+b", 0) as memory:
-        memory.seek(at)
-        lay_there = memory.read(2 * _ACTION.size)
-        memory.seek(at)
-        memory.write(new)
+    memory = os.open(f"/proc/{held.pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        lay_there = os.pread(memory, 2 * _ACTION.size, at)
+        os.pwrite(memory, new or lay_there, at)
         result = held.call(_SYS_SIGACTION, signal.SIGTRAP, at if new else 0, at + _ACTION.size, 8)
-        memory.seek(at + _ACTION.size)
-        old = memory.read(_ACTION.size)
-        memory.seek(at)
-        memory.write(lay_there)
+        old = os.pread(memory, _ACTION.size, at + _ACTION.size)
+        os.pwrite(memory, lay_there, at)
+    finally:
+        os.close(memory)
     if result < 0:
         raise OSError(-result, "what a signal does")
     return old
 
 
 def trap_actions(path: Path) -> dict[int, tuple[int, int, int, int]]:
-    """By process: handler, flags, restorer and mask of its own for SIGTRAP."""
+    """By process, where it is handled by us: handler, flags, restorer and mask of its own for SIGTRAP."""
     processes = (read_json(path) or {}).get("processes", [])
-    return {one["pid"]: _ACTION.unpack(bytes.fromhex(one["trap"])) for one in processes}
+    return {one["pid"]: _ACTION.unpack(bytes.fromhex(one["trap"])) for one in processes if "trap" in one}
 
 
 def interrupted(path: Path) -> dict[int, int]:
@@ -153,10 +164,21 @@ def cure(path: Path) -> list[str]:
 def _describe(pid: int) -> dict[str, Any]:
     areas = [(start, end, permissions) for start, end, permissions, _, _ in maps(pid)]
     code_at = next(start for start, _, permissions in areas if "x" in permissions)
+    threads = {str(tid): _registers(tid) for tid in _threads(pid)}
     return {
         **identity(pid), "areas": areas, "code_at": code_at, "code": _peek(pid, code_at).hex(), "fds": _fds(pid),
-        "threads": {str(tid): _registers(tid) for tid in _threads(pid)},
+        "threads": threads, "below": _below_stack(pid, bytes.fromhex(threads[str(pid)]["regs"]), areas),
     }  # fmt: skip
+
+
+def _below_stack(pid: int, regs: bytes, areas: list[tuple[int, int, str]]) -> tuple[int, str]:
+    """Where, and what lies there: of the main thread, in which CRIU runs its calls on the program's own stack."""
+    top = int(Regs.from_buffer_copy(regs).rsp) - _RED_ZONE_BYTES
+    start = next((max(start, top - _FRAME_BYTES) for start, end, permissions in areas
+                  if start < top <= end and permissions.startswith("rw")), top)  # fmt: skip
+    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        memory.seek(start)
+        return start, memory.read(top - start).hex() if top > start else ""
 
 
 def _threads(pid: int) -> list[int]:
@@ -226,15 +248,25 @@ def _cure_one(who: ProcessId, before: dict[str, Any]) -> list[str]:
             memory.write(code)
         told.append(f"code of process {pid}")
     left = _left_over(pid, before, everything=bool(moved))
+    if moved and before.get("below"):
+        start, data = before["below"]
+        with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
+            memory.seek(start)
+            memory.write(bytes.fromhex(data))
     if left or "trap" in before:
-        with stopped(pid) as held:
-            for call in left:
-                held.call(*call)
-            if "trap" in before and _trap_action(held) == _HANDLED:
-                _trap_action(held, bytes.fromhex(before["trap"]))
+        apart(lambda: _take_out(pid, left, before.get("trap", "")))
     if left:
         told.append(f"{len(left)} leftovers in process {pid}")
     return told
+
+
+def _take_out(pid: int, left: list[tuple[int, ...]], trap: str) -> list[int]:
+    with stopped(pid) as held:
+        for call in left:
+            held.call(*call)
+        if trap and _trap_action(held) == _HANDLED:
+            _trap_action(held, bytes.fromhex(trap))
+    return []
 
 
 def _put_back(tid: int, before: dict[str, Any], foreign: Callable[[int], bool]) -> bool:
@@ -243,7 +275,10 @@ def _put_back(tid: int, before: dict[str, Any], foreign: Callable[[int], bool]) 
         regs = Regs()
         ptrace(GETREGS, tid, 0, ctypes.addressof(regs))
         old = Regs.from_buffer_copy(bytes.fromhex(before["regs"]))
-        mask, astray = get_mask(tid), foreign(regs.rip)
+        mask = get_mask(tid)
+        all_blocked = mask | TRAP == _ALL_SIGNALS and before["mask"] | TRAP != _ALL_SIGNALS
+        # Or in a call that a process of ours made in it, and was killed.
+        astray = foreign(regs.rip) or (all_blocked and regs.rip - syscall_instruction(tid) in (0, _SYSCALL_BYTES))
         call = before.get("call", 0)
         anew = call and not astray and regs.rax in (_RESTART_BLOCK, _EINTR) and all(
             getattr(regs, name) == getattr(old, name) for name in REGISTERS if name not in _SCRATCH
@@ -257,7 +292,7 @@ def _put_back(tid: int, before: dict[str, Any], foreign: Callable[[int], bool]) 
             ptrace(_SETREGSET, tid, _XSTATE, ctypes.addressof(vector))
         if astray or anew:
             ptrace(SETREGS, tid, 0, ctypes.addressof(old if astray else regs))
-        astray = astray or (mask | TRAP == _ALL_SIGNALS and before["mask"] | TRAP != _ALL_SIGNALS)
+        astray = astray or all_blocked
         if not before["mask"] & TRAP:
             _discard_trap(tid)
         set_mask(tid, before["mask"] if astray else mask & ~TRAP | before["mask"] & TRAP)

@@ -12,8 +12,10 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-SEIZE, INTERRUPT, GETREGS, SETREGS, STEP, CONT, DETACH = 0x4206, 0x4207, 12, 13, 9, 7, 17
+SEIZE, INTERRUPT, GETREGS, SETREGS, SYSCALL, CONT, DETACH, SETOPTIONS = 0x4206, 0x4207, 12, 13, 24, 7, 17, 0x4200
 GETSIGMASK, SETSIGMASK = 0x420A, 0x420B
+O_TRACESYSGOOD, O_SUSPEND_SECCOMP = 1, 1 << 21
+AT_SYSCALL = signal.SIGTRAP | 0x80  # what a thread stops with at a call's begin and end
 WALL = 0x40000000
 ALL_SIGNALS = 2**64 - 1
 TRAP = 1 << signal.SIGTRAP - 1
@@ -75,7 +77,7 @@ def _wait(tid: int) -> int:
 def _taken(status: int) -> int:
     """The signal that the thread was about to take when it stopped, which is lost if it is resumed without it; or 0."""
     number = os.WSTOPSIG(status)
-    return number if status >> 16 == 0 and number != signal.SIGTRAP else 0
+    return number if status >> 16 == 0 and number not in (signal.SIGTRAP, AT_SYSCALL) else 0
 
 
 def get_mask(tid: int) -> int:
@@ -95,28 +97,32 @@ class Stopped:
     def __init__(self, pid: int, at: int) -> None:
         self.pid = pid
         self.at = at
+        try:
+            ptrace(SETOPTIONS, pid, 0, O_TRACESYSGOOD | O_SUSPEND_SECCOMP)  # a filter of its own would end it
+        except PermissionError:
+            ptrace(SETOPTIONS, pid, 0, O_TRACESYSGOOD)
         self.old = Regs()
         ptrace(GETREGS, pid, 0, ctypes.addressof(self.old))
         self.mask = get_mask(pid)
-        # No signal is taken while its registers are not its own; but a step ends with a SIGTRAP, and for one that is
-        # blocked the kernel throws the program's handler away.
-        set_mask(pid, ALL_SIGNALS & ~TRAP)
+        set_mask(pid, ALL_SIGNALS)  # no signal is taken while its registers are not its own
 
     def call(self, number: int, *args: int) -> int:
-        """The call's result, negative errno on failure; after a good execve the old program is gone."""
+        """The call's result, negative errno on failure; after a good execve the old program is gone.
+
+        Not by a single step: that ends with a SIGTRAP that the kernel forces on it, and where the program blocks or
+        ignores that, it throws away what the program does at SIGTRAP.
+        """
         regs = Regs.from_buffer_copy(self.old)
         regs.rip, regs.rax, regs.orig_rax = self.at, number, 2**64 - 1
         for name, value in zip(("rdi", "rsi", "rdx", "r10", "r8", "r9"), args, strict=False):
             setattr(regs, name, value % 2**64)
         ptrace(SETREGS, self.pid, 0, ctypes.addressof(regs))
-        passed_on = 0  # SIGSTOP cannot be blocked
-        while True:
-            ptrace(STEP, self.pid, 0, passed_on)
+        stops = passed_on = 0  # SIGSTOP cannot be blocked
+        while stops < 2:
+            ptrace(SYSCALL, self.pid, 0, passed_on)
             status = _wait(self.pid)
-            ptrace(GETREGS, self.pid, 0, ctypes.addressof(regs))
-            if regs.rip != self.at:  # else a stop that was due before: nothing ran yet
-                break
-            passed_on = _taken(status)
+            stops, passed_on = stops + (os.WSTOPSIG(status) == AT_SYSCALL), _taken(status)
+        ptrace(GETREGS, self.pid, 0, ctypes.addressof(regs))
         return ctypes.c_int64(regs.rax).value
 
     def restore(self) -> None:

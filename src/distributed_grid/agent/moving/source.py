@@ -310,10 +310,15 @@ class Source(Holder):
 
     def _save(self, tree: list[int]) -> None:
         """What CRIU's death in the middle would spoil; put back by whoever lets the source run on."""
+        self.critical = True
         try:
             cure.save(tree, self.shm / cure.NAME)
         except PermissionError as error:
             raise Refused("another program traces it", cause=str(error), code="criu-traced") from None
+        finally:
+            self.critical = False
+        if self.cancelled:
+            raise Cancelled
 
     def _start_dump(self, facts: TreeFacts, tree: list[int]) -> int:
         self.asked, given = socket.socketpair()
@@ -393,7 +398,7 @@ class Source(Holder):
 
 
 def _hurry(pid: int) -> None:
-    """CRIU's run is the pause, and its death at a trap is deadly: it shall not wait for a processor there."""
+    """CRIU's run is the pause: it shall not wait for a processor."""
     try:
         os.sched_setscheduler(pid, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     except OSError:
