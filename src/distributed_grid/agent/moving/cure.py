@@ -19,7 +19,7 @@ import os
 import signal
 import struct
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,21 @@ def _handle_traps(processes: list[dict[str, Any]], path: Path, parent: int) -> l
         held = [(process, one) for process, one in held if one.old.cs == _CODE_64]
         for process, one in held:
             try:
-                process["trap"] = _trap_action(one).hex()
+                process["trap"] = (_trap_action(one) if _minds_traps(one.pid) else bytes(_ACTION.size)).hex()
             except OSError:
                 continue  # no room for that on its stack
         write_json(path, {"processes": processes})
         for process, one in held:
-            if "trap" in process:
-                _trap_action(one, _HANDLED)
+            with suppress(OSError):
+                if "trap" in process:
+                    _trap_action(one, _HANDLED)
     return []
+
+
+def _minds_traps(pid: int) -> bool:
+    """Whether it handles or ignores SIGTRAP."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return any(int(text.split(f"{name}:")[1].split()[0], 16) & TRAP for name in ("SigIgn", "SigCgt"))
 
 
 def _trap_action(held: Stopped, new: bytes = b"") -> bytes:
@@ -264,8 +271,9 @@ def _take_out(pid: int, left: list[tuple[int, ...]], trap: str) -> list[int]:
     with stopped(pid) as held:
         for call in left:
             held.call(*call)
-        if trap and _trap_action(held) == _HANDLED:
-            _trap_action(held, bytes.fromhex(trap))
+        with suppress(OSError):  # no room on its stack: then it is not handled
+            if trap and _trap_action(held) == _HANDLED:
+                _trap_action(held, bytes.fromhex(trap))
     return []
 
 
