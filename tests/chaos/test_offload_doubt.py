@@ -136,8 +136,12 @@ def test_here_the_source_runs_on_and_the_copy_is_ended(
     who = doubt.watched.who
     if delivered:
         doubt.deliver()
+    done = embedded.grid("offload", "resolve", doubt.id, "--here", "--there", check=False, timeout=LIMIT_S)
+    assert done.returncode == 2 and found(embedded, doubt.id)["state"] == "IN_DOUBT"
     assert doubt.resolve("--here")["state"] == "ABORTED"
-    assert doubt.command.wait(LIMIT_S) == 1 and "decided by hand" in doubt.command.communicate()[1]
+    assert doubt.command.wait(LIMIT_S) == 1
+    said = doubt.command.communicate()[1]
+    assert "decided by hand" in said and f"grid offload resolve {doubt.id} --here|--there" in said
     started.goes_on(who, doubt.watched.log)
     if delivered:
         doubt.agent_goes_on()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_grid.core.process import ProcessId, read_stat
+from distributed_grid.core.process import ProcessId, read_stat, tree_of
 from tests.cluster.offloads import (
     LIMIT_S,
     OVER,
@@ -82,6 +82,19 @@ def test_the_shell_sees_the_programs_own_code_and_the_log_is_whole(embedded: Emb
     assert (started.directory / "shell").read_text() == "rc 5\n"
     check_chain(started.log.read_text(), 10)
     assert until_over(embedded, done["id"])["exit_code"] == 5
+
+
+def test_su_does_not_stop_with_its_program(embedded: EmbeddedCluster, started: Started) -> None:
+    """It stops itself when its child stops, and would have nobody who wakes it."""
+    line = f"exec {PYTHON} {PROGRAMS / 'chain.py'} {started.end} 7"
+    su = started.spawn(["su", "-s", "/bin/sh", "root", "-c", line])
+    move(embedded, tree_of(su.pid)[-1], "-t", "gpu1")
+    started.more("on gpu1")
+    stat = read_stat(su.pid)
+    assert stat and stat.state == "S"
+    started.end.touch()
+    assert started.processes[-1].wait(LIMIT_S) == 7
+    check_chain(started.log.read_text(), 3)
 
 
 def test_signals_to_the_pid_at_home_reach_it(embedded: EmbeddedCluster, started: Started) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -19,8 +20,11 @@ from distributed_grid.commands._common import (
     run,
     with_daemon,
 )  # fmt: skip
-from distributed_grid.core.errors import ExitCode, GridError, UsageError
+from distributed_grid.core.errors import ExitCode, GridError, TimedOut, UsageError
 from distributed_grid.core.resources import format_bytes, format_duration
+
+_UNDER_WAY = ("PLANNED", "FROZEN", "COPIED", "STAGED", "COMMITTED")
+AFTER_LIMIT_S = 120.0
 
 
 class OffloadGroup(click.Group):
@@ -194,16 +198,43 @@ def execute(
             client.stream("offload_execute", pid=pid, target_node=target_node, options=asked), quiet=output == "json"
         )
 
+    begun = time.time()
     try:
         done = with_daemon(work, config_path)
     except GridError as error:
-        raise _failed(error, pid) from None
+        if error.code != "connection-lost":
+            raise _failed(error, pid) from None
+        done = _after_the_daemon(error, pid, begun, config_path)
     emit(done, output, lambda: _show_done(done))
+
+
+def _after_the_daemon(lost: GridError, pid: str, begun: float, config_path: str | None) -> dict[str, Any]:
+    """The daemon died under the move: the next one, which this starts, leads it back or on. How it ended."""
+    note(f"{lost.message}: another daemon is started, which leads the move back or on")
+
+    async def work(client: Any) -> dict[str, Any] | None:
+        while True:
+            told = await client.call("offload_status", brief=True)
+            mine = [one for one in [*told["active"], *told["finished"]]
+                    if str(one["pid"]) == pid.rpartition(":")[2] and one["created"] >= begun]  # fmt: skip
+            if not mine or mine[0]["state"] not in _UNDER_WAY:
+                return mine[0] if mine else None
+            if time.time() - begun > AFTER_LIMIT_S:
+                text = f"{mine[0]['id']} is still {mine[0]['state']}"
+                raise TimedOut(text, hint="grid offload status", code="stalled")
+            await asyncio.sleep(0.3)
+
+    done = with_daemon(work, config_path)
+    if done is None:
+        raise _failed(GridError("the daemon died before the move began", code="not-moved"), pid)
+    if done["state"] == "ABORTED":
+        raise _failed(GridError("the daemon died, so it was led back", cause=done["reason"], code="not-moved"), pid)
+    return done
 
 
 def _failed(error: GridError, pid: str) -> GridError:
     """The documents' names for the two kinds of failure, with their hints."""
-    if error.exit_code in (ExitCode.FAILED, ExitCode.TIMEOUT, ExitCode.INTERNAL):
+    if error.code == "node-lost" or error.exit_code in (ExitCode.FAILED, ExitCode.TIMEOUT, ExitCode.INTERNAL):
         error.hint = error.hint or "the process runs on where it was; grid logs daemon has the details"
         error.message = f"Offloading Failed: {error.message}"
     return _not_found(error, pid)
@@ -351,15 +382,16 @@ def sync(move_id: str, config_path: str | None, output: str) -> None:
 
 @command.command()
 @click.argument("move_id")
-@click.option("--here", "where", flag_value="here", help="It runs on at home; the copy is given up.")
-@click.option("--there", "where", flag_value="there", help="It runs on the target; the source is given up.")
+@click.option("--here", is_flag=True, help="It runs on at home; the copy is given up.")
+@click.option("--there", is_flag=True, help="It runs on the target; the source is given up.")
 @config_option
 @format_option
-def resolve(move_id: str, where: str | None, config_path: str | None, output: str) -> None:
+def resolve(move_id: str, here: bool, there: bool, config_path: str | None, output: str) -> None:
     """Decide a move in doubt by hand, when its target can't be asked any more."""
-    if where is None:
-        raise UsageError("say which one counts", hint=f"grid offload resolve {move_id} --here|--there", code="usage")
+    if here == there:
+        text = "only one of the two counts" if here else "say which one counts"
+        raise UsageError(text, hint=f"grid offload resolve {move_id} --here|--there", code="usage")
     done = with_daemon(
-        lambda client: client.call("offload_resolve", move_id=move_id, here=where == "here", timeout_s=180), config_path
+        lambda client: client.call("offload_resolve", move_id=move_id, here=here, timeout_s=180), config_path
     )
     emit(done, output, lambda: _show_done(done))

@@ -158,7 +158,11 @@ class NodeLink:
         return self._client.ask(name, **arguments)
 
     async def call(self, name: str, *, timeout_s: float = 30.0, wait_s: float = 0.0, **arguments: Any) -> Any:
-        return await (await self.client(wait_s)).call(name, timeout_s=timeout_s, **arguments)
+        client = await self.client(wait_s)
+        try:
+            return await client.call(name, timeout_s=timeout_s, **arguments)
+        except ChannelClosed as error:
+            raise ChannelClosed(f"{self.node} stopped answering", cause=error.message, code="node-lost") from None
 
     async def stream(self, name: str, *, wait_s: float = 0.0, **arguments: Any) -> AsyncIterator[Any]:
         async with contextlib.aclosing((await self.client(wait_s)).stream(name, **arguments)) as items:  # type: ignore[type-var]

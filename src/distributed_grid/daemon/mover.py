@@ -234,10 +234,10 @@ class Mover(WayBack):
                 await self._let_go(row)
                 continue
             except GridError as error:
-                self._doubt(move_id, error)
+                self._doubt(move_id, error, progress)
             except Exception as error:  # the daemon's loop: what is committed is not given up for a fault of ours
                 log.exception("%s could not be finished", move_id)
-                self._doubt(move_id, InternalError("it could not be finished", cause=str(error)))
+                self._doubt(move_id, InternalError("it could not be finished", cause=str(error)), progress)
             await asyncio.sleep(RETRY_S)
         if row.state == "RUNNING":
             if progress:
@@ -342,7 +342,7 @@ class Mover(WayBack):
         exact = started_at - float((row.data.get("figures") or {}).get("frozen_at") or 0.0)
         return round(exact if 0 < exact < seen + 5 else seen, 3)
 
-    def _doubt(self, move_id: str, error: GridError) -> None:
+    def _doubt(self, move_id: str, error: GridError, progress: Progress | None) -> None:
         """Once it is told; where even that cannot be written, the move stays COMMITTED and is asked for again."""
         with contextlib.suppress(GridError):
             row = self._moves.get(move_id)
@@ -350,6 +350,9 @@ class Mover(WayBack):
                 return
             story = f"{row.target} did not say whether it runs: {error.message}"
             self.step(row.id, "IN_DOUBT", story)
+            if progress:
+                told = f"{story}; nothing runs until it answers, or grid offload resolve {row.id} --here|--there"
+                progress({"state": "IN_DOUBT", "step": told})
             self._publish(
                 "offload.in_doubt", f"PID {row.pid}: {story}; nothing runs until it answers", node=row.target,
                 move=row.id, hint=f"grid offload resolve {row.id} --here|--there",

@@ -39,6 +39,7 @@ _LIMITS = {
     "Max realtime priority": "RLIMIT_RTPRIO", "Max realtime timeout": "RLIMIT_RTTIME",
 }  # fmt: skip
 _PF_KTHREAD = 0x00200000
+LOOKS = 5
 _GPU = re.compile(r"^/dev/(nvidia|dri/|kfd)")
 
 
@@ -141,16 +142,19 @@ def inspect_tree(pid: int, start_ticks: int = 0) -> TreeFacts:
     stat = read_stat(pid)
     if stat is None or stat.state in "ZX" or start_ticks not in (0, stat.start_ticks):
         raise _gone(pid, reused=stat is not None and start_ticks not in (0, stat.start_ticks))
-    facts: dict[int, ProcessFacts] = {}
-    files: dict[int, tuple[OpenFile, ...]] = {}
-    for one in tree_of(pid):
-        found = _process(one)
-        if found is not None:
-            facts[one] = found
-            files[one] = open_files(one)
-    if pid not in facts or facts[pid].start_ticks != stat.start_ticks:
-        raise _gone(pid)
-    files = with_peers(files, Outsiders(frozenset(facts)))
+    for _ in range(LOOKS):
+        facts: dict[int, ProcessFacts] = {}
+        files: dict[int, tuple[OpenFile, ...]] = {}
+        for one in tree_of(pid):
+            found = _process(one)
+            if found is not None:
+                facts[one] = found
+                files[one] = open_files(one)
+        if pid not in facts or facts[pid].start_ticks != stat.start_ticks:
+            raise _gone(pid)
+        files = with_peers(files, Outsiders(frozenset(facts)))
+        if facts.keys() >= set(tree_of(pid)):
+            break  # else a child was born meanwhile, and may have the other end of a pipe
     processes = [replace(facts[one], files=files[one]) for one in facts]
     return TreeFacts(
         processes=tuple(processes), parents=tuple(parents := parents_of(pid)), memory_bytes=_memory(facts.values()),

@@ -19,6 +19,7 @@ _MEANINGS: tuple[tuple[str, str, str], ...] = (
      "it has a unix socket to a process that stays"),
     (r"--shell-job|task with slave end|Found dangling tty|tty.*slave", "terminal", "it is tied to a terminal"),
     (r"--file-locks|file locks", "file-lock", "it holds file locks"),
+    (r"link remap", "deleted-file", "it has a file open that was renamed or removed just then (a named semaphore?)"),
     (r"ghost file.*(too big|limit)|Can't dump ghost file", "deleted-file", "it has a big deleted file open"),
     (r"nvidia", "gpu", "it has a GPU device open"),
     (r"Can't dump .*dev|char dev|Can't find.*device|Failed to dump.*device", "device", "it has a device open"),

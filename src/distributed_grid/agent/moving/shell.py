@@ -1,7 +1,8 @@
 """Keeps the shell that started a process from seeing it stopped for the move.
 
-A shell with job control takes the terminal away from a job that stops, and goes on with its next command. So the shell
-is held in ptrace, untouched, for as long as its job is stopped; when it looks, the job runs on, or its stub does.
+A shell with job control takes the terminal away from a job that stops, and goes on with its next command; `su` and its
+like stop themselves, and nobody wakes them. So it is held in ptrace, untouched, for as long as the process is stopped;
+when it looks, the process runs on, or its stub does.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from distributed_grid.core.process import ProcessId, read_stat
 #: that is in doubt may take days. Then the shell says "Stopped", and `fg` brings the job back.
 HOLD_LIMIT_S = 180.0
 _POLL_S = 0.01
+STOP_WITH_THEIR_CHILD = frozenset({"su", "runuser", "sudo", "doas", "script", "nsenter", "unshare"})
 
 
 def shell_of(root: ProcessId) -> int:
-    """The pid of the shell that has this process as a job in its terminal; 0 if there is none."""
+    """The pid of the shell that has this process as a job in its terminal, or of who stops with it; 0: nobody."""
     job = read_stat(root.pid)
-    shell = read_stat(job.ppid) if job and job.ppid > 1 and job.tty_nr else None
-    if job and shell and (shell.tty_nr, shell.session) == (job.tty_nr, job.session) and shell.pgrp != job.pgrp:
-        return shell.pid
-    return 0
+    shell = read_stat(job.ppid) if job and job.ppid > 1 else None
+    if not job or not shell:
+        return 0
+    has_terminal = job.tty_nr and (shell.tty_nr, shell.session) == (job.tty_nr, job.session)
+    return shell.pid if (has_terminal and shell.pgrp != job.pgrp) or shell.comm in STOP_WITH_THEIR_CHILD else 0
 
 
 def hold(root: ProcessId, state_file: Path) -> None:

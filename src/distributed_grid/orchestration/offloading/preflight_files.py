@@ -154,7 +154,8 @@ def _mapped(
     if one.deleted:
         if one.links and one.path.startswith("/dev/shm/sem."):
             text = "it has a named semaphore (sem_open) that other programs can still find by its name"
-            return [Finding("named-semaphore", "blocks", text, "multiprocessing's own semaphores have none, and move")]
+            help = "multiprocessing's have no name where it forks: set_start_method('fork')"
+            return [Finding("named-semaphore", "blocks", text, help)]
         if one.links and _is_file(one.path):
             text = f"{one.path}, which it has in memory, was replaced since"
             return [Finding("replaced-file", "blocks", text, "restart the program, or undo the upgrade")]
