@@ -33,6 +33,7 @@ ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "20"))
 SETTLE_S = 240.0
 #: How long CRIU works in a process, about.
 A_MOMENT_S = 0.008
+BLOW_S = 0.005
 #: Of the time that a state lasted in a quiet move: some are over sooner.
 EARLY = 0.7
 STRIKER = striker.__file__
@@ -80,7 +81,8 @@ def parts(what: str, moved: int) -> list[int]:
         return [tracer] if tracer and PARTS[what] in command_of(tracer) else []
     found = marked(PARTS[what], f"_{moved}{'' if 'mover' in what else '-'}")
     if "mover" in what:  # not the process that starts it, which has the same command line
-        files = {Path(command_of(pid).split()[-1]) / f"{PARTS[what].split()[-1]}.json" for pid in found}
+        directories = {words[-1] for pid in found if (words := command_of(pid).split())}
+        files = [Path(directory) / f"{PARTS[what].split()[-1]}.json" for directory in directories]
         return [int(((read_json(file) or {}).get("mover") or {}).get("pid") or 0) for file in files]
     if what not in AT_WORK:
         return found
@@ -90,10 +92,10 @@ def parts(what: str, moved: int) -> list[int]:
 
 
 def lasts_s(move: dict[str, Any], state: str) -> float:
-    """How long a move that nothing disturbed was in that state; in any of them before it ran: a moment."""
+    """How long a move that nothing disturbed was in that state, less what the blow itself takes; in any: a moment."""
     steps = move["steps"]
     lasted = [after["at"] - step["at"] for step, after in pairwise(steps) if step["state"] == state]
-    return float(lasted[0]) if lasted else A_MOMENT_S
+    return max(0.0, float(lasted[0]) - BLOW_S) if lasted else A_MOMENT_S
 
 
 # What must hold

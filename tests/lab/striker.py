@@ -71,9 +71,10 @@ def strike_in(
                 return ""
 
         ready()
-        limit, prepared, seen = time.monotonic() + LIMIT_S, False, ""
+        limit, prepared, seen, began = time.monotonic() + LIMIT_S, False, "", 0.0
         while time.monotonic() < limit and not over():
             seen = now()
+            began = began or (time.monotonic() if seen == state else 0.0)
             if seen and not prepared:
                 prepared = prepare()
                 seen = now()
@@ -81,7 +82,7 @@ def strike_in(
                 break
             time.sleep(POLL_S)
         if seen == state or not state:
-            time.sleep(after_s)
+            time.sleep(max(0.0, (began or time.monotonic()) + after_s - time.monotonic()))
         before, at = now(), time.time()
         hit = strike()
         return {"hit": hit, "before": before, "after": now(), "at": at}

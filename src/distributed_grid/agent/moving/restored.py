@@ -23,6 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from distributed_grid.agent.moving import priorities
     from distributed_grid.agent.moving.gpu import libraries
     from distributed_grid.agent.moving.pumps import Pumps
     from distributed_grid.agent.program import libc_call, put, read_json, write_json
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 else:
     HERE = os.path.dirname(os.path.abspath(__file__))
     sys.path += [os.path.dirname(HERE), HERE]
+    import priorities
     from gpu import libraries
     from program import libc_call, put, read_json, write_json
     from pumps import Pumps
@@ -287,6 +289,7 @@ class Restored(Shim):
         for pid in self._tree():
             for directory in self.spec["cgroups"]:
                 put(f"{directory}/cgroup.procs", str(pid))
+        priorities.give(self.order["priorities"])
         shutil.rmtree(self.images, ignore_errors=True)
         self.who = {**self.proc.identity(self.proc.host_pid(self.main)), "inner_pid": self.main, **self.facts}
         write_json(f"{self.dir}/staged.json", {**self.who, "time": time.time()})

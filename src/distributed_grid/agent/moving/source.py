@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distributed_grid.agent.moving import criu, cure, gpu, images, stream
+from distributed_grid.agent.moving import criu, cure, gpu, images, priorities, stream
 from distributed_grid.agent.moving.facts import TreeFacts, left_in_pipes, tree_facts
 from distributed_grid.agent.moving.hold import Cancelled, Holder
 from distributed_grid.agent.moving.ptrace import TRAP
@@ -233,7 +233,7 @@ class Source(Holder):
             "streams": facts.streams, "shell_job": facts.shell_job, "terminal": facts.terminal,
             "stopped_before": stopped_before, "root": self.root.pid, "tcp_close": bool(self.options.get("tcp_close")),
             "argv": facts.argv, "uid": facts.uid, "gid": facts.gid, "cwd": facts.cwd,
-            "left": left,
+            "left": left, "priorities": priorities.read(tree),
         }  # fmt: skip
         if self.gpu_threads:
             end["gpu"] = {"threads": self.gpu_threads, "pairs": self.options["gpu_pairs"]}

@@ -173,7 +173,7 @@ class Target:
         self._order(
             {
                 "op": "stage", "command": command, "streams": end["streams"], "left": end["left"],
-                "stopped_before": end["stopped_before"],
+                "stopped_before": end["stopped_before"], "priorities": end.get("priorities", {}),
                 "strict": bool(self.options.get("strict", False)),
                 "gpu": gpu.words_of(end["gpu"]) if "gpu" in end else [],
             }

@@ -36,6 +36,32 @@ def test_a_counter_goes_on_where_it_was(bench: Bench, options: dict[str, bool]) 
     assert done["figures"]["passes"] == [] if options else len(done["figures"]["passes"]) > 0
 
 
+PINNED = """
+import ctypes, os, sys, threading, time
+def state(): return f"{sorted(os.sched_getaffinity(0))} {ctypes.CDLL(None).syscall(252, 1, 0)}"
+ctypes.CDLL(None).syscall(251, 1, 0, 2 << 13 | 6)  # best effort, 6
+def run(core):
+    os.sched_setaffinity(0, {core})
+    while not os.path.exists(sys.argv[1]):
+        print(core, state(), flush=True); time.sleep(0.01)
+threading.Thread(target=run, args=(0,)).start()
+run(1)
+"""
+
+
+def test_its_cores_and_its_priority_at_the_disks_stay(bench: Bench) -> None:
+    child = bench.start(PINNED, bench.end_file)
+    bench.wait_log(6)
+    bench.move(child.pid)
+    bench.end()
+    assert bench.exit_of()["code"] == 0
+    lines = {line.strip() for line in Path(bench.home / "log").read_text().splitlines()}
+    there = set((bench.keepers["b"].spool / "m" / "stdout").read_text().splitlines())
+    priority = 2 << 13 | 6
+    assert {f"1 [1] {priority}"} <= there <= {f"1 [1] {priority}", f"0 [0] {priority}", "0 [0] 0", "0 [0] 4"}, there
+    assert there <= lines
+
+
 def test_exit_code_is_the_programs_own(bench: Bench) -> None:
     child = bench.start(ENDING, bench.end_file, "7")
     bench.wait_log(5)
