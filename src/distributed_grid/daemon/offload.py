@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from distributed_grid.agent.spool import ENDED
-from distributed_grid.core.errors import GridError, NotFound, Refused, TimedOut
+from distributed_grid.core.errors import GridError, NotFound, Refused, TimedOut, Unavailable
 from distributed_grid.daemon.moved import Followers
 from distributed_grid.daemon.mover import AWAY, BEFORE_COMMIT, OVER, UNSETTLED, Mover, MoveRequest
 from distributed_grid.daemon.planning import Planner
@@ -300,7 +300,12 @@ class OffloadService:
         if row.state not in AWAY:
             raise Refused(f"{row.id} is not away: {row.state.lower()}", hint="grid offload status", code="not-away")
         home = (row.data.get("home") or {"node": row.node})["node"]
-        pid = f"{row.target}:{row.data['running']['pid']}"
+        if row.target == home:
+            raise Refused(f"{row.id} is at home already", hint="grid offload status", code="not-away")
+        there = (row.data.get("running") or {}).get("pid")
+        if not there:
+            raise Unavailable(f"{row.target} has not told its pid there yet", hint="grid status", code="target-unclear")
+        pid = f"{row.target}:{there}"
         async for step in self.offload_execute(
             context, pid=pid, target_node=home, options={**(options or {}), "return": True}
         ):
