@@ -305,7 +305,7 @@ def _strays(pid: int, files: tuple[OpenFile, ...]) -> set[tuple[int, str]]:
     above = parents_of(pid)
     if above and is_shim(read_argv(above[0][0])):  # moved before: what is beyond its streams was left behind then
         return {(one.fd, one.path) for one in files if one.kind == "pipe" and one.fd > 2}
-    if above and above[0][0] != 1 and not is_wrapper(above[0][1]):
+    if above and not is_wrapper(above[0][1]) and (above[0][0] != 1 or _program(1) == _program(pid)):
         return set()  # a program's own worker, perhaps, which knows what it was given
     taken = {one.fd for one in files}
     words = [*map(os.fsencode, read_argv(pid)), *read_environment_raw(pid)]
@@ -315,6 +315,13 @@ def _strays(pid: int, files: tuple[OpenFile, ...]) -> set[tuple[int, str]]:
         if one.kind == "pipe" and not taken.issuperset(range(_SHELLS_FIRST_FD, one.fd))
         and not any(re.search(rb"(?<!\d)%d(?!\d)" % one.fd, word) for word in words)
     }  # fmt: skip
+
+
+def _program(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115
+    except OSError:
+        return ""
 
 
 def _is_hung_up(pid: int, one: OpenFile) -> bool:
