@@ -136,7 +136,9 @@ def write_tar(out: BinaryIO, env_dir: str, stamp: dict[str, str]) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(sys.base_prefix)
     site = Path(sysconfig.get_path("purelib"))
-    target_site = f"lib/{version}/site-packages"
+    # Debian's Python, outside of a virtual environment, looks only there.
+    packages = "dist-packages" if "deb_system" in sysconfig.get_scheme_names() else "site-packages"
+    target_site = f"lib/{version}/{packages}"
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, dereference=False) as tar:
         executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
         tar.add(executable, f"bin/{version}")
